@@ -1,0 +1,1 @@
+"""Complete, exact and durable checkpoints for Hugging Face Accelerate under FSDP."""
