@@ -1,1 +1,53 @@
-"""Complete, exact and durable checkpoints for Hugging Face Accelerate under FSDP."""
+"""Complete, exact and durable checkpoints for Hugging Face Accelerate under FSDP.
+
+The names below are loaded when first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpointer import Checkpointer, Position
+    from .cpu_fsdp import enable_cpu_fsdp
+    from .load import load_state
+    from .report import LoadReport
+    from .save import save_state
+    from .tracking import track
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpointer": "checkpointer",
+    "LoadReport": "report",
+    "Position": "checkpointer",
+    "enable_cpu_fsdp": "cpu_fsdp",
+    "errors": "errors",
+    "load_state": "load",
+    "save_state": "save",
+    "track": "tracking",
+}
+
+__all__ = [
+    "Checkpointer",
+    "LoadReport",
+    "Position",
+    "__version__",
+    "enable_cpu_fsdp",
+    "errors",
+    "load_state",
+    "save_state",
+    "track",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f".{_HOMES[name]}", __name__)
+    return module if name == "errors" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,407 @@
+"""`load_state`: everything is checked before anything is loaded, and every kind of state is accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import contract, layout
+from .commit import PARTIAL, find_checkpoints, find_interrupted, looks_like_checkpoint, recover
+from .delegate import load_with_accelerate
+from .errors import (
+    CheckpointIncompleteError,
+    CheckpointNotFoundError,
+    DataProgressError,
+    MismatchError,
+    RngStateError,
+    UsageError,
+)
+from .files import check_files, list_files
+from .formats.scan import scan_checkpoint
+from .live import is_fsdp
+from .manifest import DIRECTORY, STATES, Manifest, has_manifest, read_manifest
+from .optimizer_io import load_optimizer
+from .progress import track as track_loaders
+from .rank_state import RankState, read_rank_state
+from .ranks import gather_all, get_rank, get_world_size, run_on_main, run_together, wait_for_ranks
+from .report import LoadReport, StateOutcome, Status
+from .rng import derive
+from .steps import follow_steps
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+VERIFY_MODES = ("auto", "size", "off")
+
+
+@dataclass
+class _Findings:
+    """What the stages of one load have found out so far, per state."""
+
+    reasons: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in STATES})
+    absent: dict[str, str] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def load_state(
+    accelerator: Accelerator,
+    input_dir: str | Path,
+    *,
+    verify: str = "auto",
+    strict: bool = True,
+    allow_after_step: bool = False,
+    allow_objects: Sequence[str] = (),
+    timeout_s: float | None = None,
+) -> LoadReport:
+    """Load a checkpoint into prepared objects and report what was restored, and how well.
+
+    Before anything is loaded: the manifest is compared with the run (objects, shapes, FSDP and ranks), every file is
+    checked against its recorded size and checksum, each file by one rank, and every pickle that Accelerate or torch
+    would open is scanned without executing it. After it a plain `for batch in loader` goes on inside the epoch.
+
+    Loads checkpoints of `save_state` and of plain `accelerator.save_state`; the latter hold no data progress, so the
+    report is not exact. Collective. Peak memory is that of Accelerate's own load.
+
+    Args:
+        accelerator: with the same objects prepared, in the same order, as at the save; no update made yet.
+        input_dir: the checkpoint's directory, the same on every rank.
+        verify: "auto" checks sizes and checksums, "size" sizes and presence only, "off" neither.
+        strict: raise where a piece is missing or cannot be restored exactly because the run differs; False goes on
+            with what can be restored and says in the report what is not exact.
+        allow_after_step: go back to a checkpoint although updates have been made.
+        allow_objects: classes ("module.Name") that registered objects' files may contain beside tensors and
+            containers. Unpickling them runs their code: name only what you trust.
+        timeout_s: how long to wait for a rank that does not arrive.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at `input_dir`.
+        CheckpointIncompleteError, DamagedCheckpointError, ManifestError: it is not whole.
+        MismatchError: it is a checkpoint of something else, or of another set-up.
+        UnsafePickleError: a file names code that a checkpoint has no need for; nothing was executed.
+        CallOrderError: before `prepare`, or after an update.
+        RngStateError, DataProgressError: a rank's generators or a loader's place are missing or unreadable.
+    """
+    wait_for_ranks("load_state", timeout_s=timeout_s)
+    directory = Path(input_dir).expanduser().absolute()
+    run_on_main("recovering", lambda: _recover(directory))
+    run_together("checking before the load", lambda: _check_before(accelerator, directory, verify, allow_after_step))
+    found = run_together("reading the manifest", lambda: _read_manifest(directory))
+    manifest = found[get_rank()]
+    _check_same_view(directory, found)
+    kind = layout.detect_state_dict_type(directory)
+    findings = _Findings()
+    run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, strict, findings))
+    run_together("checking the files", lambda: _check_files(directory, manifest, verify, findings))
+    run_together(
+        "scanning for code in pickles",
+        lambda: scan_checkpoint(directory, allow_objects=allow_objects, share=(get_rank(), get_world_size())),
+    )
+    states = run_together(
+        "reading RNG and data progress",
+        lambda: _read_rank_state(accelerator, directory, manifest, strict, findings),
+    )
+    _load_with_accelerate(accelerator, directory, manifest, kind, findings)
+    run_together(
+        "restoring RNG and data progress",
+        lambda: _restore_rank_state(accelerator, manifest, states, strict, findings),
+    )
+    return _report(accelerator, directory, manifest, findings)
+
+
+def _recover(directory: Path) -> None:
+    if not directory.exists() and find_interrupted(directory):
+        recover(directory.parent)
+
+
+def _check_before(accelerator: Accelerator, directory: Path, verify: str, allow_after_step: bool) -> None:
+    if verify not in VERIFY_MODES:
+        raise UsageError(f"verify is {verify!r}; use one of {', '.join(VERIFY_MODES)}", actual=verify)
+    contract.check_setup(accelerator)
+    if not allow_after_step:
+        contract.check_not_stepped(accelerator)
+    check_is_checkpoint(directory)
+    track_loaders(accelerator)
+
+
+def check_is_checkpoint(directory: Path) -> None:
+    """Make sure that `directory` can be a checkpoint, ours or Accelerate's. Not collective.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there, or a file, or a directory without a checkpoint.
+        CheckpointIncompleteError: a save that never completed.
+    """
+    if not directory.exists():
+        raise CheckpointNotFoundError(
+            f"{directory} does not exist. Check the path; on several nodes it has to be on shared storage.",
+            path=str(directory),
+        )
+    if not directory.is_dir():
+        raise CheckpointNotFoundError(
+            f"{directory} is a file; give the checkpoint's directory.", path=str(directory)
+        )
+    if has_manifest(directory):
+        return
+    if PARTIAL in directory.parts or (directory / DIRECTORY).exists():
+        raise CheckpointIncompleteError(
+            f"{directory} is a save that was never completed (it has no manifest). Use another checkpoint.",
+            path=str(directory),
+        )
+    if not looks_like_checkpoint(directory):
+        inside = [each.path.name for each in find_checkpoints(directory)]
+        hint = (
+            f" It holds the checkpoints {', '.join(inside[-5:])}: give one of them, or use Checkpointer.resume()."
+            if inside
+            else ""
+        )
+        raise CheckpointNotFoundError(f"{directory} holds no checkpoint.{hint}", path=str(directory))
+
+
+def _read_manifest(directory: Path) -> Manifest | None:
+    return read_manifest(directory) if has_manifest(directory) else None
+
+
+def _check_same_view(directory: Path, found: list[Manifest | None]) -> None:
+    ids = [None if manifest is None else manifest.lineage.checkpoint_id for manifest in found]
+    different = [rank for rank, each in enumerate(ids) if each != ids[0]]
+    if different:
+        raise MismatchError(
+            f"{directory} is not the same checkpoint on every rank (rank {different[0]} sees another one than rank 0). "
+            "Give every rank the same path, on shared storage.",
+            path=str(directory),
+            rank=different[0],
+            expected=ids[0],
+            actual=ids[different[0]],
+        )
+
+
+def _compare(
+    accelerator: Accelerator,
+    directory: Path,
+    manifest: Manifest | None,
+    kind: str | None,
+    strict: bool,
+    findings: _Findings,
+) -> None:
+    if (kind is not None) != is_fsdp(accelerator):
+        saved, live = ("with", "without") if kind is not None else ("without", "with")
+        raise MismatchError(
+            f"{directory} was saved {saved} FSDP and this run is {live} it. Start the run as it was saved.",
+            path=str(directory),
+            expected=kind,
+            actual=str(accelerator.distributed_type.value),
+        )
+    if manifest is not None:
+        differences = contract.compare_with_manifest(accelerator, manifest)
+        contract.raise_on_differences(directory, differences, strict=strict)
+    else:
+        # What a foreign checkpoint lacks is reported, not refused: it never promised to be exact.
+        differences = contract.compare_without_manifest(accelerator, directory, kind)
+        contract.raise_on_differences(directory, differences, strict=False)
+    contract.check_complete(accelerator, directory, kind)
+    for difference in differences:
+        findings.reasons[difference.state].append(difference.text)
+    _note_adaptations(accelerator, manifest, kind, findings)
+
+
+def _note_adaptations(
+    accelerator: Accelerator, manifest: Manifest | None, kind: str | None, findings: _Findings
+) -> None:
+    plugin = accelerator.state.fsdp_plugin if kind is not None else None
+    if plugin is None:
+        return
+    if plugin.state_dict_type.name != kind:
+        findings.notes.append(
+            f"the checkpoint is {kind}, this run saves {plugin.state_dict_type.name}; loaded as what it is"
+        )
+    version = None if manifest is None else manifest.topology.fsdp_version
+    if version not in (None, plugin.fsdp_version):
+        findings.reasons["model"].append(
+            f"saved under FSDP {version}, loaded under FSDP {plugin.fsdp_version}: its arithmetic may round differently"
+        )
+
+
+def _check_files(directory: Path, manifest: Manifest | None, verify: str, findings: _Findings) -> None:
+    if verify == "off" or manifest is None:
+        return
+    rank, world_size = get_rank(), get_world_size()
+    check_files(directory, manifest.files[rank::world_size], checksums=verify == "auto")
+    if rank == 0:
+        listed = {file.path for file in manifest.files}
+        extra = [
+            name
+            for name in list_files(directory)
+            if name not in listed and name != f"{DIRECTORY}/manifest.json"
+        ]
+        if extra:
+            findings.notes.append(f"{len(extra)} file(s) that the manifest does not list: {', '.join(extra[:5])}")
+
+
+def _read_rank_state(
+    accelerator: Accelerator, directory: Path, manifest: Manifest | None, strict: bool, findings: _Findings
+) -> RankState | None:
+    """Read this rank's generators and loaders, or None if they are absent and that is acceptable."""
+    rank = accelerator.process_index
+    if manifest is None:
+        _check_foreign_rng(directory, rank, findings)
+        findings.absent["data"] = "the checkpoint was not written by this package and holds no data progress"
+        return None
+    if rank >= manifest.topology.world_size:
+        return None
+    try:
+        state = read_rank_state(directory / DIRECTORY, rank)
+        differences = track_loaders(accelerator).check(state.loaders)
+    except (RngStateError, DataProgressError) as error:
+        if strict:
+            raise
+        name = "rng" if isinstance(error, RngStateError) else "data"
+        findings.absent[name] = str(error)
+        return None
+    if differences and strict:
+        contract.raise_on_differences(
+            directory, [contract.Difference("data", text) for text in differences], strict=True
+        )
+    findings.reasons["data"].extend(differences)
+    return state
+
+
+def _check_foreign_rng(directory: Path, rank: int, findings: _Findings) -> None:
+    if (directory / f"random_states_{rank}.pkl").exists():
+        findings.reasons["rng"].append(
+            "restored by Accelerate from its own file; without a manifest nothing tells whether it is whole"
+        )
+    else:
+        findings.absent["rng"] = f"there is no random_states_{rank}.pkl for rank {rank}"
+
+
+@contextmanager
+def _state_dict_type(accelerator: Accelerator, kind: str | None) -> Iterator[None]:
+    """Set FSDP to the state-dict type of the files for the duration of the load."""
+    if kind is None or accelerator.state.fsdp_plugin.state_dict_type.name == kind:
+        yield
+        return
+    plugin = accelerator.state.fsdp_plugin
+    names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
+    old = {name: getattr(plugin, name) for name in names}
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type(kind)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(plugin, name, value)
+
+
+def _load_with_accelerate(
+    accelerator: Accelerator,
+    directory: Path,
+    manifest: Manifest | None,
+    kind: str | None,
+    findings: _Findings,
+) -> None:
+    counter = follow_steps(accelerator)
+
+    def load() -> None:
+        load_with_accelerate(accelerator, directory, optimizers=kind is None)
+        for index in range(len(accelerator._optimizers) if kind is not None else 0):
+            facts = manifest.optimizers[index] if manifest is not None else None
+            fresh = load_optimizer(
+                accelerator,
+                index,
+                directory,
+                kind=str(kind),
+                was_empty=facts is not None and facts.is_empty,
+            )
+            unexpected = sorted(set(fresh) - set(facts.stateless if facts is not None else ()))
+            _note_stateless(index, fresh, unexpected, facts is not None, findings)
+
+    with counter.paused(), _state_dict_type(accelerator, kind):
+        run_together("loading with Accelerate", load)
+    counter.count = None if manifest is None or manifest.step < 0 else manifest.step
+    if manifest is not None:
+        accelerator.step = int(manifest.accelerate.get("step", 0))
+        accelerator.project_configuration.iteration = int(manifest.accelerate.get("save_iteration", 0))
+
+
+def _note_stateless(
+    index: int, fresh: list[str], unexpected: list[str], has_manifest: bool, findings: _Findings
+) -> None:
+    if unexpected and has_manifest:
+        findings.reasons["optimizer"].append(
+            f"optimizer {index}: no state on disk for {', '.join(unexpected[:5])}, which had some when it was saved"
+        )
+    elif fresh:
+        findings.notes.append(
+            f"optimizer {index}: {len(fresh)} trainable parameter(s) had no state when saved (they never got a "
+            f"gradient) and start without: {', '.join(fresh[:5])}"
+        )
+
+
+def _restore_rank_state(
+    accelerator: Accelerator,
+    manifest: Manifest | None,
+    states: list[RankState | None],
+    strict: bool,
+    findings: _Findings,
+) -> None:
+    state = states[get_rank()]
+    tracker = track_loaders(accelerator)
+    if state is None:
+        if manifest is not None and get_rank() >= manifest.topology.world_size:
+            _derive_new_rank(states, findings)
+        return
+    for outcome in tracker.restore(state.loaders, strict=strict):
+        if outcome.status != "restored":
+            findings.reasons["data"].append(f"dataloader {outcome.index}: {outcome.reason}")
+    unused = state.rng.restore()
+    if unused:
+        findings.notes.append(f"saved generators of {', '.join(unused)} are not used: there is no such device here")
+
+
+def _derive_new_rank(states: list[RankState | None], findings: _Findings) -> None:
+    """Give a rank that did not exist at the save generators of its own, the same at every such resume."""
+    rank = get_rank()
+    known = next((state for state in states if state is not None), None)
+    if known is None:
+        findings.absent["rng"] = "no rank's generators could be read"
+    else:
+        derive(known.rng, rank).restore()
+        findings.reasons["rng"].append(f"rank {rank} did not exist at the save: derived from rank 0's generators")
+    findings.absent["data"] = f"rank {rank} did not exist at the save"
+
+
+def _report(
+    accelerator: Accelerator, directory: Path, manifest: Manifest | None, findings: _Findings
+) -> LoadReport:
+    everyone = gather_all(findings)
+    counts = {
+        "model": len(accelerator._models),
+        "optimizer": len(accelerator._optimizers),
+        "scheduler": len(accelerator._schedulers),
+        "rng": get_world_size(),
+        "data": len(accelerator._dataloaders),
+    }
+    labels = {"rng": "rank", "data": "dataloader"}
+    states = {}
+    for name in STATES:
+        reasons = list(dict.fromkeys(reason for each in everyone for reason in each.reasons[name]))
+        absent = list(dict.fromkeys(each.absent[name] for each in everyone if name in each.absent))
+        if absent:
+            states[name] = StateOutcome(Status.ABSENT, "", tuple(absent + reasons))
+        elif counts[name] == 0:
+            states[name] = StateOutcome(Status.NOT_USED)
+        else:
+            status = Status.APPROXIMATE if reasons else Status.RESTORED
+            states[name] = StateOutcome(status, f"{counts[name]} {labels.get(name, name)}(s)", tuple(reasons))
+    notes = list(dict.fromkeys(note for each in everyone for note in each.notes))
+    return LoadReport(
+        path=str(directory),
+        step=-1 if manifest is None else manifest.step,
+        epoch=0 if manifest is None else manifest.epoch,
+        states=states,
+        notes=tuple(notes),
+        has_manifest=manifest is not None,
+    )

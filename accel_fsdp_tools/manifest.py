@@ -1,0 +1,214 @@
+"""The manifest: what a checkpoint holds and how it came about. Written last; no manifest, no checkpoint.
+
+Plain JSON, versioned. A newer reader accepts every older version; a manifest of a newer version is refused, since
+what it adds may matter. Unknown keys of the same version are kept out of the way, not an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import ManifestError, ManifestVersionError
+from .files import CHECKSUM_ALGORITHM, FileFacts, resolve_inside, write_json_durably
+
+FORMAT = "accel_fsdp_tools.manifest"
+VERSION = 1
+DIRECTORY = "accel_fsdp_tools"  # inside a checkpoint: everything that is ours
+MANIFEST_PATH = f"{DIRECTORY}/manifest.json"
+
+STATES = ("model", "optimizer", "scheduler", "rng", "data")
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One parameter or persistent buffer: its whole shape, whatever the sharding."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+    kind: str  # "parameter" or "buffer"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """One prepared model. `ties` lists groups of names that are one tensor; `config` is transformers' own."""
+
+    class_name: str
+    tensors: tuple[TensorFacts, ...]
+    ties: tuple[tuple[str, ...], ...] = ()
+    config: Mapping[str, Any] | None = None
+    is_peft: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """One prepared optimizer: class, hyper-parameters per group, and the parameters that have state."""
+
+    class_name: str
+    num_param_groups: int
+    num_parameters: int
+    model_index: int
+    stateless: tuple[str, ...] = ()  # trainable parameters that had no state yet (never got a gradient)
+    is_empty: bool = False  # no state at all: no update had been made
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How the run was spread over ranks."""
+
+    world_size: int
+    distributed_type: str
+    fsdp_version: int | None = None
+    state_dict_type: str | None = None
+    use_orig_params: bool | None = None
+    sharding_strategy: str | None = None
+    mixed_precision: str = "no"
+    device_type: str = "cpu"
+    mesh: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Where a checkpoint stands in the history of its root.
+
+    `attempt` counts starts of the run: a later attempt supersedes an earlier one whatever its step, which is what
+    makes a branch that was abandoned by going back stop being the newest.
+    """
+
+    checkpoint_id: str
+    run_id: str
+    attempt: int
+    parent_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that is recorded about one checkpoint."""
+
+    created_at: str
+    step: int
+    epoch: int
+    lineage: Lineage
+    topology: Topology
+    versions: Mapping[str, str]
+    states: Mapping[str, Any]
+    files: tuple[FileFacts, ...]
+    models: tuple[ModelFacts, ...]
+    optimizers: tuple[OptimizerFacts, ...]
+    num_schedulers: int
+    num_dataloaders: int
+    num_custom_objects: int
+    accelerate: Mapping[str, Any]  # accelerator.step, save_iteration, accumulation
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts checkpoints of one root from oldest to newest along the lineage."""
+        return self.lineage.attempt, self.step
+
+    def to_dict(self) -> dict[str, Any]:
+        body = dataclasses.asdict(self)
+        return {"format": FORMAT, "version": VERSION, "checksum": CHECKSUM_ALGORITHM, **body}
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest into `directory` durably."""
+    write_json_durably(directory / MANIFEST_PATH, manifest.to_dict())
+
+
+def has_manifest(directory: Path) -> bool:
+    """Whether `directory` is a checkpoint that was completed by this package."""
+    return (directory / MANIFEST_PATH).is_file()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest of the checkpoint at `directory`.
+
+    Raises:
+        ManifestError: it is missing, is not JSON, or lacks or mistypes something.
+        ManifestVersionError: a newer version of this package wrote it.
+    """
+    path = directory / MANIFEST_PATH
+    advice = "Use another checkpoint, or load this one without a manifest by plain accelerator.load_state."
+    try:
+        raw = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ManifestError(f"{path} does not exist: this is no completed checkpoint.", path=str(path)) from None
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{path} cannot be read: {error}. {advice}", path=str(path)) from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ManifestError(f"{path} is not a manifest of this package. {advice}", path=str(path))
+    version = raw.get("version")
+    if not isinstance(version, int) or version < 1:
+        raise ManifestError(f"{path} states the version {version!r}. {advice}", path=str(path), actual=version)
+    if version > VERSION:
+        raise ManifestVersionError(
+            f"{path} has version {version}; this accel_fsdp_tools reads up to {VERSION}. Upgrade accel_fsdp_tools.",
+            path=str(path),
+            expected=VERSION,
+            actual=version,
+        )
+    try:
+        manifest = _build_manifest(raw)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ManifestError(
+            f"{path} is incomplete or damaged ({type(error).__name__}: {error}). {advice}", path=str(path)
+        ) from error
+    for file in manifest.files:
+        resolve_inside(directory, file.path)
+    return manifest
+
+
+def _pick(cls: type[Any], raw: Mapping[str, Any], **converted: Any) -> Any:
+    """Build a dataclass from the keys of `raw` that it has; unknown keys are left out."""
+    values = {
+        each.name: raw[each.name]
+        for each in dataclasses.fields(cls)
+        if each.name in raw and each.name not in converted
+    }
+    return cls(**values, **converted)
+
+
+def _build_manifest(raw: Mapping[str, Any]) -> Manifest:
+    files = tuple(
+        FileFacts(str(each["path"]), int(each["size_bytes"]), str(each["checksum"])) for each in raw["files"]
+    )
+    models = tuple(
+        _pick(
+            ModelFacts,
+            each,
+            tensors=tuple(
+                _pick(TensorFacts, tensor, shape=tuple(int(size) for size in tensor["shape"]))
+                for tensor in each["tensors"]
+            ),
+            ties=tuple(tuple(group) for group in each.get("ties", ())),
+        )
+        for each in raw["models"]
+    )
+    optimizers = tuple(
+        _pick(OptimizerFacts, each, stateless=tuple(each.get("stateless", ()))) for each in raw["optimizers"]
+    )
+    manifest: Manifest = _pick(
+        Manifest,
+        raw,
+        step=int(raw["step"]),
+        epoch=int(raw["epoch"]),
+        lineage=_pick(Lineage, raw["lineage"]),
+        topology=_pick(Topology, raw["topology"]),
+        files=files,
+        models=models,
+        optimizers=optimizers,
+    )
+    if set(STATES) - set(manifest.states):
+        raise ValueError(f"states are {sorted(manifest.states)}")
+    return manifest

@@ -1,0 +1,113 @@
+"""Stand between a DataLoader and its index sampler: skip what was handed out, and know what was drawn.
+
+Skipping happens here, where only indices are drawn, so that no skipped item is ever read. Every batch of indices is
+added to a running checksum: on resume the skipped indices must give the checksum that was saved, which proves that
+the order was reproduced, whatever hidden state a sampler may have.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import DataProgressError, DataProgressWarning
+
+
+class IndexFeed:
+    """Takes the place of a loader's index sampler while the loader makes its iterator.
+
+    One feed serves a loader for life: persistent workers keep the object that they were started with. A start
+    with workers calls `iter` twice, so the skip belongs to the first *draw*, and happens once.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.drawn: deque[tuple[int, int]] = deque()  # checksum so far and length, per batch not yet handed out
+        self.was_started = False
+        self._digest = 0
+        self._num_to_skip = 0
+        self._expected_digest: int | None = None
+        self._strict = True
+        self._indices: Iterator[Any] | None = None
+
+    def prepare(self, *, num_to_skip: int = 0, expected_digest: int | None = None, strict: bool = True) -> None:
+        """Get ready for a pass that begins after `num_to_skip` batches."""
+        self.was_started = False
+        self._digest = 0
+        self._num_to_skip = num_to_skip
+        self._expected_digest = expected_digest
+        self._strict = strict
+        self._indices = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.was_started = True
+        self.drawn.clear()
+        self._indices = iter(self.sampler)  # now: some samplers draw their order in `__iter__`
+        return _FeedIterator(self, self._indices)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def skip_now(self) -> None:
+        """Skip at once (without workers nothing has been drawn yet when the iterator has just been made)."""
+        if self._num_to_skip and self._indices is not None:
+            self.skip(self._indices)
+
+    def skip(self, indices: Iterator[Any]) -> None:
+        """Draw and drop the batches that were handed out before, and prove that they are the same ones."""
+        num_to_skip, self._num_to_skip = self._num_to_skip, 0
+        for number in range(num_to_skip):
+            try:
+                batch = next(indices)
+            except StopIteration:
+                raise DataProgressError(
+                    f"the sampler ended after {number} batches, but {num_to_skip} were handed out before the "
+                    "save: the dataset or the sampler is not the one that was saved",
+                    expected=num_to_skip,
+                    actual=number,
+                ) from None
+            self._digest = _extend_digest(self._digest, batch)
+        if self._expected_digest is not None and self._digest != self._expected_digest:
+            text = (
+                f"the first {num_to_skip} batches of the epoch are not those that were handed out before the save: "
+                "the sampler's order depends on something that is not saved. Draw it from a generator kept as an "
+                "attribute of the sampler, not from the global one while iterating, and keep the dataset as it was."
+            )
+            if self._strict:
+                raise DataProgressError(text, expected=self._expected_digest, actual=self._digest)
+            warnings.warn(text, DataProgressWarning, stacklevel=2)
+
+    def draw(self, indices: Iterator[Any]) -> Any:
+        """The next batch of indices."""
+        if self._num_to_skip:
+            self.skip(indices)
+        batch = next(indices)
+        self._digest = _extend_digest(self._digest, batch)
+        self.drawn.append((self._digest, len(batch) if hasattr(batch, "__len__") else 1))
+        return batch
+
+
+class _FeedIterator:
+    __slots__ = ("_feed", "_indices")
+
+    def __init__(self, feed: IndexFeed, indices: Iterator[Any]) -> None:
+        self._feed = feed
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._feed.draw(self._indices)
+
+
+def _extend_digest(digest: int, batch: Any) -> int:
+    try:
+        data = array("q", batch if isinstance(batch, (list, tuple)) else [batch]).tobytes()
+    except (TypeError, OverflowError):  # indices may be anything that the dataset understands
+        data = repr(batch).encode()
+    return zlib.crc32(data, digest)

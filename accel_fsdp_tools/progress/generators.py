@@ -1,0 +1,261 @@
+"""Find every random generator that decides what a dataloader delivers, and set it again after a resume.
+
+A loader's order can hang on a generator anywhere: in the DataLoader, in any sampler of the chain that Accelerate
+wraps, in a dataset or its transforms, in a collate function. All objects reachable from the loader's parts are
+visited (with limits), and each generator is remembered under its *path*: the attribute names and keys that lead to
+it. After a resume the path is followed in the new process, so that it doesn't matter which alias was found first.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import DataProgressError
+from ..rng import (
+    check_bytes,
+    decode_numpy_state,
+    decode_python_state,
+    encode_numpy_state,
+    encode_python_state,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Path = tuple[str | int, ...]
+
+SAMPLER_ROOTS = ("generator", "batch_sampler", "sampler")
+DATA_ROOTS = ("dataset", "collate_fn")
+_MAX_DEPTH = 7
+_MAX_OBJECTS = 4000
+_MAX_ITEMS = 64  # containers longer than this hold data, not parts
+_LEAVES = (
+    str, bytes, bytearray, int, float, complex, bool, type(None), type, np.ndarray, np.generic,
+    types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.GeneratorType, range, set, frozenset,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorState:
+    """One generator's state, as its library gives it. `kind` is "torch", "numpy", "numpy_legacy" or "python"."""
+
+    kind: str
+    state: Any
+    device: str = "cpu"
+
+    def to_tensor(self) -> Tensor:
+        """The state as one tensor that safetensors can hold."""
+        if self.kind == "torch":
+            tensor: Tensor = self.state.clone()
+            return tensor
+        return encode_python_state(self.state) if self.kind == "python" else encode_numpy_state(self.state)
+
+    @classmethod
+    def from_tensor(cls, kind: str, tensor: Tensor, device: str = "cpu") -> GeneratorState:
+        """The inverse of `to_tensor`; raises ValueError if the tensor is no state of this kind."""
+        if kind == "torch":
+            return cls(kind, check_bytes(tensor), device)
+        if kind == "python":
+            return cls(kind, decode_python_state(tensor))
+        if kind in ("numpy", "numpy_legacy"):
+            return cls(kind, decode_numpy_state(tensor))
+        raise ValueError(f"unknown kind of generator {kind!r}")
+
+    def is_same(self, other: GeneratorState) -> bool:
+        """Whether both would draw the same numbers from here on."""
+        if self.kind != other.kind:
+            return False
+        mine, theirs = self.to_tensor(), other.to_tensor()
+        return mine.shape == theirs.shape and bool((mine == theirs).all())
+
+
+@dataclass(frozen=True, slots=True)
+class FoundGenerator:
+    """A generator of this process and the path that leads to it."""
+
+    path: Path
+    generator: Any
+    decides_order: bool  # reached through a sampler, not only through the dataset
+
+
+def identify_kind(value: Any) -> str | None:
+    """The kind of generator that `value` is, or None."""
+    import torch
+
+    if isinstance(value, torch.Generator):
+        return "torch"
+    if isinstance(value, np.random.Generator):
+        return "numpy"
+    if isinstance(value, np.random.RandomState):
+        return "numpy_legacy"
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return "python"
+    return None
+
+
+def read_state(generator: Any) -> GeneratorState:
+    """The present state of a generator of any kind."""
+    kind = identify_kind(generator)
+    if kind == "torch":
+        return GeneratorState(kind, generator.get_state(), str(generator.device))
+    if kind == "numpy":
+        return GeneratorState(kind, generator.bit_generator.state)
+    if kind == "numpy_legacy":
+        return GeneratorState(kind, generator.get_state(legacy=False))
+    assert kind == "python"  # noqa: S101
+    return GeneratorState(kind, generator.getstate())
+
+
+def write_state(generator: Any, state: GeneratorState) -> None:
+    """Set a generator; raises ValueError if the state does not belong to such a generator."""
+    if identify_kind(generator) != state.kind:
+        raise ValueError(f"saved as {state.kind}, here it is a {type(generator).__name__}")
+    try:
+        if state.kind == "torch":
+            generator.set_state(state.state)
+        elif state.kind == "numpy":
+            generator.bit_generator.state = state.state
+        elif state.kind == "numpy_legacy":
+            generator.set_state(state.state)
+        else:
+            generator.setstate(state.state)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from error
+
+
+def make_generator(state: GeneratorState) -> Any:
+    """A new generator in this state: some samplers make theirs only when they are first iterated."""
+    import torch
+
+    generator: Any
+    if state.kind == "torch":
+        generator = torch.Generator(device=state.device)
+    elif state.kind == "numpy":
+        generator = np.random.Generator(getattr(np.random, state.state["bit_generator"])())
+    elif state.kind == "numpy_legacy":
+        generator = np.random.RandomState()
+    else:
+        generator = random.Random()
+    write_state(generator, state)
+    return generator
+
+
+def is_newly_seeded(generator: Any) -> bool:
+    """Whether a generator looks as if it was seeded and nothing drawn since (a user who seeds every epoch)."""
+    import torch
+
+    state = read_state(generator)
+    if state.kind == "torch":
+        twin = torch.Generator(device=state.device).manual_seed(generator.initial_seed())
+        return bool((twin.get_state() == state.state).all())
+    if state.kind == "python":
+        return int(state.state[1][-1]) == 624
+    words = state.state.get("state", {})
+    return state.kind == "numpy_legacy" and words.get("pos") == 624
+
+
+def get_parts(loader: Any) -> dict[str, Any]:
+    """The parts of a loader that decide what it delivers, by the name that paths begin with."""
+    base = getattr(loader, "base_dataloader", loader)
+    return {name: getattr(base, name, None) for name in (*SAMPLER_ROOTS, *DATA_ROOTS)}
+
+
+def find_generators(loader: Any) -> list[FoundGenerator]:
+    """Every generator reachable from a loader, each once, those of the samplers first."""
+    found = []
+    for path, value, in_sampler in walk(loader):
+        if identify_kind(value) is not None:
+            # The DataLoader's own generator seeds workers; what else it decides is reached through the sampler.
+            found.append(FoundGenerator(path, value, in_sampler and path != ("generator",)))
+    return found
+
+
+def walk(loader: Any) -> Iterator[tuple[Path, Any, bool]]:
+    """Yield (path, object, reached through a sampler) for what can be reached from a loader, within limits.
+
+    Breadth first, so that the shortest path wins. Samplers refer to the dataset: it is left to the second round.
+    """
+    parts = get_parts(loader)
+    seen: set[int] = set()
+    for names, in_sampler in ((SAMPLER_ROOTS, True), (DATA_ROOTS, False)):
+        if in_sampler:
+            seen.add(id(parts["dataset"]))
+        else:
+            seen.discard(id(parts["dataset"]))
+        queue: deque[tuple[Path, Any]] = deque(((name,), parts[name]) for name in names)
+        num_objects = 0
+        while queue and num_objects < _MAX_OBJECTS:
+            path, value = queue.popleft()
+            if isinstance(value, _LEAVES) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            num_objects += 1
+            yield path, value, in_sampler
+            if len(path) <= _MAX_DEPTH and identify_kind(value) is None:
+                queue.extend(((*path, step), part) for step, part in list_children(value))
+
+
+def list_children(value: Any) -> list[tuple[str | int, Any]]:
+    """The parts of an object, with the steps that lead to them."""
+    import torch
+
+    if isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return []
+    if isinstance(value, Mapping):
+        if len(value) > _MAX_ITEMS:
+            return []
+        return [(key, part) for key, part in value.items() if isinstance(key, (str, int))]
+    if isinstance(value, (list, tuple, deque)):
+        return list(enumerate(value)) if len(value) <= _MAX_ITEMS else []
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__)]
+    attributes = getattr(value, "__dict__", None)
+    return list(attributes.items()) if isinstance(attributes, dict) else []
+
+
+def follow_path(loader: Any, path: Sequence[str | int]) -> Any:
+    """The object that a path leads to; raises DataProgressError if it leads nowhere."""
+    value: Any = get_parts(loader).get(str(path[0])) if path else None
+    for step in path[1:]:
+        value = _take_step(value, step, path)
+    return value
+
+
+def _take_step(value: Any, step: str | int, path: Sequence[str | int]) -> Any:
+    try:
+        if isinstance(value, (Mapping, list, tuple, deque)):
+            return value[step]  # type: ignore[index]
+        return getattr(value, str(step))
+    except (KeyError, IndexError, AttributeError) as error:
+        raise DataProgressError(
+            f"the loader has no {format_path(path)}, which the checkpoint knows; build samplers and datasets as in "
+            "the run that was saved",
+            expected=format_path(path),
+        ) from error
+
+
+def set_at_path(loader: Any, path: Sequence[str | int], value: Any) -> None:
+    """Put `value` where a path leads."""
+    owner = follow_path(loader, path[:-1])
+    if isinstance(owner, (dict, list)):
+        owner[path[-1]] = value  # type: ignore[index]
+    else:
+        setattr(owner, str(path[-1]), value)
+
+
+def format_path(path: Sequence[str | int]) -> str:
+    """A path as a user would write it: `batch_sampler.sampler.generators[0]`."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return text.lstrip(".")

@@ -1,0 +1,118 @@
+"""The kinds of loaders, and which follower serves each.
+
+To support another kind, write a follower in a file of its own and put a `LoaderKind` before the ones that match
+more. Nothing else knows about kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .contract import is_iterable
+from .exact import ExactFollower
+from .follow import Follower
+from .records import PassState
+
+
+@dataclass(frozen=True)
+class LoaderKind:
+    """One kind of loader.
+
+    Attributes:
+        name: as saved in the checkpoint; a position is restored only into a loader of the same kind.
+        matches: whether a loader is of this kind; the first kind in `KINDS` that matches is taken.
+        explain: why a loader saved in a given state of its pass does not go on exactly; None if it does.
+        follow: makes the follower.
+        can_install: whether the loader's iterations can be seen at all.
+    """
+
+    name: str
+    matches: Callable[[Any], bool]
+    explain: Callable[[Any, PassState], str | None]
+    follow: Callable[[Any, LoaderKind], Follower]
+    can_install: bool = True
+
+
+def _is_shard(loader: Any) -> bool:
+    from accelerate.data_loader import DataLoaderShard
+
+    return issubclass(type(loader), DataLoaderShard)
+
+
+def _is_dispatcher(loader: Any) -> bool:
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    return issubclass(type(loader), DataLoaderDispatcher)
+
+
+def _explain_workers(loader: Any, state: PassState) -> str | None:
+    if not getattr(loader, "in_order", True):
+        return "in_order=False: the order in which workers deliver is not reproducible"
+    if getattr(loader, "persistent_workers", False):
+        return (
+            f"the random state of its {loader.num_workers} persistent workers is not saved; the order of the "
+            "batches is exact"
+        )
+    if state == "running":
+        return (
+            f"saved in the middle of a pass: the random state of its {loader.num_workers} workers is not saved; the "
+            "order of the batches is exact, and so are saves between passes"
+        )
+    return None
+
+
+KINDS: tuple[LoaderKind, ...] = (
+    LoaderKind(
+        name="stateful",
+        matches=lambda loader: bool(getattr(loader, "use_stateful_dataloader", False)),
+        explain=lambda loader, state: "the position of a stateful dataloader is not restored by this version",
+        follow=Follower,
+    ),
+    LoaderKind(
+        name="dispatcher",
+        matches=_is_dispatcher,
+        explain=lambda loader, state: (
+            "the position of a loader with dispatch_batches is not restored by this version; "
+            "DataLoaderConfiguration(dispatch_batches=False) is, for a dataset with a length"
+        ),
+        follow=Follower,
+    ),
+    LoaderKind(
+        name="iterable",
+        matches=is_iterable,
+        explain=lambda loader, state: "the position in an iterable dataset is not restored by this version",
+        follow=Follower,
+    ),
+    LoaderKind(
+        name="skipping",
+        matches=lambda loader: bool(getattr(loader, "skip_batches", 0)),
+        explain=lambda loader, state: "a loader that skips batches in every pass is not restored by this version",
+        follow=Follower,
+    ),
+    LoaderKind(
+        name="workers",
+        matches=lambda loader: _is_shard(loader) and getattr(loader, "num_workers", 0) > 0,
+        explain=_explain_workers,
+        follow=ExactFollower,
+    ),
+    LoaderKind(
+        name="shard",
+        matches=_is_shard,
+        explain=lambda loader, state: None,
+        follow=ExactFollower,
+    ),
+    LoaderKind(
+        name="unknown",
+        matches=lambda loader: True,
+        explain=lambda loader, state: f"loaders of type {type(loader).__name__} cannot be followed",
+        follow=Follower,
+        can_install=False,
+    ),
+)
+
+
+def find_kind(loader: Any) -> LoaderKind:
+    """The kind of a prepared loader."""
+    return next(kind for kind in KINDS if kind.matches(loader))

@@ -1,0 +1,203 @@
+"""What is saved of one loader on one rank, and what became of it on restore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from ..errors import DataProgressError
+from .attributes import AttributeStates
+from .moments import Moment
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PassState = Literal["idle", "running", "exhausted"]
+Status = Literal["restored", "approximate", "absent"]
+
+_COUNTS = ("index", "epoch", "batch", "samples", "samples_before_epoch", "iteration")
+_MOMENTS = {"idle": {"now"}, "running": {"epoch_start", "before_fetch", "now"}, "exhausted": {"now"}}
+
+
+@dataclass(frozen=True)
+class LoaderPosition:
+    """Where a loader stands: passes ended, batches handed out in this pass, samples handed out in all passes."""
+
+    epoch: int
+    batch: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class LoaderOutcome:
+    """What `DataTracker.restore` did for one loader.
+
+    `status` is "restored" (what follows is bit-equal to a run that never stopped), "approximate" (the position is
+    right, something else is not: see `reason`) or "absent" (the epoch numbers are right, but the pass begins anew).
+    """
+
+    index: int
+    status: Status
+    reason: str | None
+    epoch: int
+    batch: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome for JSON."""
+        return {
+            "index": self.index,
+            "status": self.status,
+            "reason": self.reason,
+            "epoch": self.epoch,
+            "batch": self.batch,
+        }
+
+
+@dataclass(frozen=True)
+class LoaderProgress:
+    """Where one rank's loader stood, and all random state that its next batches depend on.
+
+    Attributes:
+        index: position in `accelerator._dataloaders`.
+        kind: the kind of loader (`kinds.py`).
+        exact: whether restoring this gives the uninterrupted run's batches; if not, `reason` says why.
+        restorable: whether the position can be restored at all.
+        contract: the facts that must be the same on restore (`contract.py`).
+        state: "idle" between passes, "running" in one, "exhausted" with the last batch of one in hand.
+        epoch: passes ended: run to the end, or left by `break`.
+        batch: batches handed out in the current pass.
+        samples: samples handed out by all ranks in all passes, without the repeats that even out the last batch.
+        samples_before_epoch: the part of `samples` from passes that ended.
+        iteration: Accelerate's own counter, which seeds samplers through `set_epoch`, as of the current pass;
+            unlike `epoch` it does not advance when a pass is left by `break`.
+        digest: checksum of the indices handed out in this pass on this rank, None where not known.
+        moments: random state when the pass began, before the fetch that is one ahead, and at the save.
+        attributes: state that samplers keep besides generators, when the pass began and at the save.
+    """
+
+    index: int
+    kind: str
+    exact: bool
+    restorable: bool
+    reason: str | None
+    contract: Mapping[str, Any]
+    state: PassState
+    epoch: int
+    batch: int
+    samples: int
+    samples_before_epoch: int
+    iteration: int
+    digest: int | None = None
+    moments: Mapping[str, Moment] = field(default_factory=dict)
+    attributes: Mapping[str, AttributeStates] = field(default_factory=dict)
+
+    @property
+    def position(self) -> LoaderPosition:
+        """Where the loader stood."""
+        return LoaderPosition(self.epoch, self.batch, self.samples)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing had been drawn from the loader: then there is nothing to restore."""
+        return self.state == "idle" and self.epoch == 0 and self.iteration == 0 and self.samples == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the tensors, for JSON."""
+        return {
+            "index": self.index,
+            "kind": self.kind,
+            "exact": self.exact,
+            "restorable": self.restorable,
+            "reason": self.reason,
+            "contract": dict(self.contract),
+            "state": self.state,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "samples": self.samples,
+            "samples_before_epoch": self.samples_before_epoch,
+            "iteration": self.iteration,
+            "digest": self.digest,
+            "moments": {name: moment.to_dict() for name, moment in self.moments.items()},
+            "attributes": {name: states.to_dict() for name, states in self.attributes.items()},
+        }
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """All random state, named `loader_<index>/<moment>/...`."""
+        tensors: dict[str, Tensor] = {}
+        for name, moment in self.moments.items():
+            tensors.update(moment.to_tensors(f"loader_{self.index}/{name}"))
+        for name, states in self.attributes.items():
+            tensors.update(states.to_tensors(f"loader_{self.index}/{name}"))
+        return tensors
+
+    @classmethod
+    def from_dict(
+        cls, data: Any, tensors: Mapping[str, Tensor], *, rank: int | None = None, path: Any = None
+    ) -> LoaderProgress:
+        """Rebuild a record from `to_dict()` and `to_tensors()`.
+
+        Raises:
+            DataProgressError: the record is malformed or contradicts itself; names rank and file.
+            RngStateError: random state is missing or malformed; names rank, generator and file.
+        """
+        reader = _Reader(data, rank, path)
+        counts = {name: reader.get(name, int) for name in _COUNTS}
+        for name, value in counts.items():
+            reader.require(value >= 0, f"{name!r} is negative")
+        state = reader.get("state", str)
+        reader.require(state in get_args(PassState), f"'state' is {state!r}")
+        reader.require((state == "idle") == (counts["batch"] == 0), f"'batch' contradicts the state {state!r}")
+        reader.require(counts["samples_before_epoch"] <= counts["samples"], "'samples' is too small")
+        restorable = reader.get("restorable", bool)
+        moments, attributes = reader.get("moments", dict), reader.get("attributes", dict)
+        if restorable:
+            missing = _MOMENTS[state] - set(moments)
+            reader.require(not missing, f"no random state for {', '.join(sorted(missing))}")
+        prefix = f"loader_{counts['index']}"
+        return cls(
+            **counts,
+            kind=reader.get("kind", str),
+            exact=reader.get("exact", bool),
+            restorable=restorable,
+            reason=reader.get("reason", str, optional=True),
+            contract=reader.get("contract", dict),
+            state=cast(PassState, state),
+            digest=reader.get("digest", int, optional=True),
+            moments={
+                name: Moment.from_dict(value, tensors, f"{prefix}/{name}", rank=rank, path=path)
+                for name, value in moments.items()
+            },
+            attributes={
+                name: AttributeStates.from_dict(value, tensors, f"{prefix}/{name}", rank=rank, path=path)
+                for name, value in attributes.items()
+            },
+        )
+
+
+class _Reader:
+    """Strict access to parsed JSON; every complaint names the rank and the file."""
+
+    def __init__(self, data: Any, rank: int | None, path: Any) -> None:
+        self._rank = rank
+        self._path = path
+        self._data: Any = data
+        self.require(isinstance(data, dict), "a loader's record is not an object")
+
+    def get(self, name: str, kind: type, *, optional: bool = False) -> Any:
+        self.require(name in self._data, f"{name!r} is missing")
+        value = self._data[name]
+        if optional and value is None:
+            return None
+        is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        self.require(is_kind, f"{name!r} is {value!r}, not {kind.__name__}")
+        return value
+
+    def require(self, condition: bool, what: str) -> None:
+        if not condition:
+            raise DataProgressError(
+                f"rank {self._rank}: the data progress in {self._path} is malformed: {what}. Resume from another "
+                "checkpoint.",
+                rank=self._rank,
+                path=self._path,
+            )

@@ -1,0 +1,283 @@
+"""Follow all loaders of an accelerator, save where they stand, and put them back there."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import DataProgressError, DataProgressWarning, UsageError
+from ..rng import RngSnapshot
+from .contract import describe_contract, get_index_sampler, list_differences
+from .follow import Follower, get_follower, install
+from .kinds import find_kind
+from .records import LoaderOutcome, LoaderPosition, LoaderProgress
+from .session import RestoreSession
+
+_trackers: weakref.WeakKeyDictionary[Any, DataTracker] = weakref.WeakKeyDictionary()
+
+
+def track(accelerator: Any) -> DataTracker:
+    """Follow every loader that `accelerator` has prepared, from now on.
+
+    Call it after `prepare` and before the first batch, on every rank; again after preparing more loaders. It enters
+    no collective and draws no random number. Calling it twice changes nothing.
+
+    Returns:
+        The accelerator's one tracker.
+
+    Warns:
+        DataProgressWarning: once for each loader whose resume will not be exact, with the reason.
+    """
+    tracker = _trackers.get(accelerator)
+    if tracker is None:
+        tracker = _trackers[accelerator] = DataTracker(accelerator)
+    tracker.follow_new_loaders()
+    return tracker
+
+
+class DataTracker:
+    """Knows where every prepared loader stands. Made by `track`. Every method is local to its rank."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._passive: weakref.WeakKeyDictionary[Any, Follower] = weakref.WeakKeyDictionary()
+        self._has_warned_of_several = False
+
+    @property
+    def loaders(self) -> list[LoaderPosition]:
+        """Where each prepared loader stands: passes ended, batches in this pass, samples handed out by all ranks.
+
+        After `restore` these are the restored positions, before any batch is drawn.
+        """
+        return [follower.get_position() for follower in self._get_followers()]
+
+    def _list_loaders(self) -> list[Any]:
+        accelerator = self._accelerator()
+        return [] if accelerator is None else list(accelerator._dataloaders)
+
+    def follow_new_loaders(self) -> None:
+        """Follow the loaders that were prepared since the last call."""
+        for index, loader in enumerate(self._list_loaders()):
+            self._follow(index, loader)
+
+    def _follow(self, index: int, loader: Any) -> Follower:
+        follower = get_follower(loader) or self._passive.get(loader)
+        if follower is not None:
+            return follower
+        kind = find_kind(loader)
+        follower = kind.follow(loader, kind)
+        if loader in self._get_active_loaders():
+            follower.was_used_untracked = True
+        if kind.can_install:
+            install(loader, follower)
+        else:
+            self._passive[loader] = follower
+        reason = kind.explain(loader, "running")
+        if reason is not None:
+            warnings.warn(f"loader {index} ({kind.name}): {reason}", DataProgressWarning, stacklevel=4)
+        return follower
+
+    def _get_active_loaders(self) -> list[Any]:
+        accelerator = self._accelerator()
+        references = accelerator.gradient_state.dataloader_references if accelerator is not None else []
+        return [loader for loader in references if loader is not None]
+
+    def _get_followers(self) -> list[Follower]:
+        return [self._follow(index, loader) for index, loader in enumerate(self._list_loaders())]
+
+    def find_train_loader(self, loader: Any = None) -> int | None:
+        """The index of the training loader, whose position is the position of the training.
+
+        Args:
+            loader: the prepared loader. None if it is clear: the only one, or the only one in random order.
+
+        Returns:
+            The index into `loaders`; None if no loader is prepared.
+
+        Raises:
+            UsageError: `loader` is not one of the prepared loaders, or None and several could be meant.
+        """
+        known = self._list_loaders()
+        if loader is not None:
+            for index, other in enumerate(known):
+                if other is loader:
+                    return index
+            raise UsageError(
+                "train_dataloader is not a loader that this accelerator prepared; give the object that "
+                "accelerator.prepare returned"
+            )
+        if len(known) <= 1:
+            return 0 if known else None
+        shuffled = [index for index, other in enumerate(known) if not _is_sequential(other)]
+        if len(shuffled) == 1:
+            return shuffled[0]
+        raise UsageError(f"{len(known)} dataloaders are prepared; say which one is trained on: train_dataloader=...")
+
+    def begin_training(self) -> None:
+        """Count passes and samples from here: a look at a batch before training is not an epoch."""
+        for follower in self._get_followers():
+            follower.begin_training()
+
+    def capture(self, *, strict: bool = True) -> list[LoaderProgress]:
+        """Where every loader stands on this rank, with the random state that its next batches need.
+
+        Enters no collective, draws no random number, and changes nothing. Call it where the random state is that
+        of the save.
+
+        Args:
+            strict: raise if a loader's position is not known. Otherwise its record says that it is absent, and why.
+
+        Raises:
+            DataProgressError: (strict) batches were handed out that nobody counted: a loader was iterated before `track`,
+                or through `skip_first_batches`, or its restored position was bypassed.
+
+        Warns:
+            DataProgressWarning: several loaders are in the middle of a pass.
+        """
+        rng = RngSnapshot.capture()
+        saved = []
+        for index, follower in enumerate(self._get_followers()):
+            reason = None
+            try:
+                self._check_followed(index, follower)
+                follower.check_undisturbed()
+            except DataProgressError as error:
+                if strict:
+                    raise
+                reason = error.message
+            saved.append(follower.capture(index, rng) if reason is None else follower.record(index, reason))
+        return self._mark_several(saved)
+
+    def _check_followed(self, index: int, follower: Follower) -> None:
+        if follower.was_used_untracked:
+            raise DataProgressError(
+                f"loader {index} was iterated before it was followed, so how many batches it handed out is not "
+                "known. Call accel_fsdp_tools.track(accelerator) after prepare and before the first batch (or save "
+                "with strict=False: data progress is then absent from the checkpoint)."
+            )
+        sampler = get_index_sampler(follower.loader) if follower.kind.can_install else None
+        for loader in self._get_active_loaders():
+            if sampler is not None and get_follower(loader) is None and _draws_from(loader, sampler):
+                raise DataProgressError(
+                    f"batches of loader {index} are being handed out by another loader that skip_first_batches "
+                    "made from it, and nobody counts them. Iterate the prepared loader itself: after load_state it "
+                    "goes on where the checkpoint was."
+                )
+
+    def _mark_several(self, saved: list[LoaderProgress]) -> list[LoaderProgress]:
+        in_pass = [item.index for item in saved if item.state != "idle"]
+        if len(in_pass) < 2:
+            return saved
+        reason = (
+            f"saved while loaders {', '.join(map(str, in_pass))} were all in the middle of a pass: each goes on with "
+            "its next batch, but whether they are iterated in the same order again is not known"
+        )
+        if not self._has_warned_of_several:
+            self._has_warned_of_several = True
+            warnings.warn(reason, DataProgressWarning, stacklevel=3)
+        return [
+            dataclasses.replace(item, exact=False, reason=item.reason or reason) if item.index in in_pass else item
+            for item in saved
+        ]
+
+    def check(self, saved: Sequence[LoaderProgress]) -> list[str]:
+        """Compare what was saved with the loaders that are prepared here; changes nothing.
+
+        Returns:
+            Each difference in words, naming the loader; empty if all positions mean the same here.
+        """
+        followers = self._get_followers()
+        texts = []
+        if len(saved) != len(followers):
+            texts.append(f"number of prepared dataloaders: saved {len(saved)}, now {len(followers)}")
+        for item, follower in zip(saved, followers, strict=False):
+            texts.extend(f"loader {item.index}: {text}" for text in _compare(item, follower))
+        return texts
+
+    def restore(self, saved: Sequence[LoaderProgress], *, strict: bool = True) -> list[LoaderOutcome]:
+        """Put every loader where `saved` says. The batches that were handed out are skipped when it is iterated.
+
+        Nothing is read or drawn now: counters and samplers' generators are set, the rest waits for the loader's
+        next `__iter__`, once. The global random state is not touched by this call; a loader that was in the middle
+        of a pass sets it to that of the save when it hands out its first batch.
+
+        Args:
+            saved: this rank's records, as `capture` returned them.
+            strict: raise unless every loader goes on exactly. Otherwise the outcomes say what is not exact.
+
+        Returns:
+            One outcome per saved loader.
+
+        Raises:
+            DataProgressError: (strict) something cannot be restored exactly; no loader was changed.
+        """
+        followers = self._get_followers()
+        problems = self.check(saved)
+        num_known = len(problems)
+        reasons: dict[int, str] = {}
+        for number, item in enumerate(saved):
+            reason = self._find_obstacle(item, followers[number] if number < len(followers) else None)
+            if reason is not None:
+                reasons[number] = reason
+                if num_known == 0:  # else `check` has said it
+                    problems.append(f"loader {item.index}: {reason}")
+            elif not item.exact and not item.is_untouched:
+                problems.append(f"loader {item.index} ({item.kind}): {item.reason}")
+        if problems and strict:
+            raise DataProgressError(
+                "the data progress of this checkpoint cannot be restored exactly: "
+                + "; ".join(problems)
+                + ". Nothing was changed. Pass strict=False to go on as far as it can be.",
+                actual=problems,
+            )
+        session = RestoreSession(strict=strict)
+        outcomes = []
+        for number, item in enumerate(saved):
+            if number >= len(followers):
+                outcomes.append(LoaderOutcome(item.index, "absent", reasons[number], item.epoch, 0))
+            elif number in reasons:
+                outcomes.append(followers[number].restore_epoch(item, reasons[number]))
+            else:
+                outcomes.append(followers[number].restore(item, session))
+        return outcomes
+
+    def _find_obstacle(self, item: LoaderProgress, follower: Follower | None) -> str | None:
+        """Why nothing but the epoch of this record can be used here; None if it can."""
+        if follower is None:
+            return "there is no such dataloader here"
+        differences = _compare(item, follower)
+        if differences:
+            return "; ".join(differences)
+        try:
+            follower.validate(item)
+        except DataProgressError as error:
+            return error.message
+        return None
+
+
+def _compare(item: LoaderProgress, follower: Follower) -> list[str]:
+    if item.kind != follower.kind.name:
+        return [f"kind of loader: saved {item.kind!r}, now {follower.kind.name!r}"]
+    return list_differences(item.contract, describe_contract(follower.loader))
+
+
+def _is_sequential(loader: Any) -> bool:
+    from torch.utils.data import SequentialSampler
+
+    inner = get_index_sampler(loader)
+    while hasattr(inner, "batch_sampler"):
+        inner = inner.batch_sampler
+    return isinstance(getattr(inner, "sampler", inner), SequentialSampler)
+
+
+def _draws_from(loader: Any, sampler: Any) -> bool:
+    """Whether the sampler chain of `loader` contains `sampler`."""
+    inner = get_index_sampler(loader)
+    for _ in range(8):
+        if inner is sampler:
+            return True
+        inner = getattr(inner, "batch_sampler", None)
+    return False

@@ -1,0 +1,347 @@
+"""`save_state`: what Accelerate writes, what it leaves out, a manifest, and a commit that is all or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import contract, layout
+from .commit import OWNER_NAME, Staging, check_target, commit_staging, discard_staging, open_staging
+from .delegate import save_with_accelerate
+from .errors import StorageError, UsageError
+from .files import FileFacts, list_files, seal_files
+from .live import describe_optimizers, describe_topology
+from .manifest import DIRECTORY, Lineage, Manifest, OptimizerFacts, write_manifest
+from .ownership import read_owner
+from .phases import reach
+from .progress import track as track_loaders
+from .rank_state import write_rank_state
+from .ranks import (
+    broadcast,
+    gather_all,
+    get_rank,
+    get_world_size,
+    run_on_main,
+    run_together,
+    wait_for_ranks,
+)
+from .rng import RngSnapshot
+from .steps import follow_steps
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from .progress import LoaderProgress
+
+_VISIBILITY_S = 30.0  # network file systems may show another node's files late
+_run_id: str | None = None
+
+
+def get_run_id() -> str:
+    """Return this process group's id, the same on every rank. Collective on the first call."""
+    global _run_id
+    if _run_id is None:
+        _run_id = broadcast(uuid.uuid4().hex[:12])
+    return _run_id
+
+
+def save_state(
+    accelerator: Accelerator,
+    output_dir: str | Path,
+    *,
+    step: int | None = None,
+    overwrite: bool = False,
+    strict: bool = True,
+    timeout_s: float | None = None,
+) -> Path:
+    """Save everything that an exact resume needs to `output_dir`, whole or not at all.
+
+    Accelerate writes its files into a directory aside; beside them come the random generators of every rank, the
+    progress of every prepared dataloader, and a manifest with sizes and checksums. When every rank has succeeded the
+    directory is renamed to `output_dir`; until then whatever was there stays. Plain `accelerator.load_state` loads
+    the result. The run itself is not changed: random generators and optimizers are as before the call.
+
+    Collective: every rank calls it at the same place, between an update and the next batch. A checkpoint of this
+    package at `output_dir` is replaced, surviving a crash in the middle.
+
+    Args:
+        accelerator: with models, optimizers, schedulers and dataloaders prepared.
+        output_dir: the same on every rank, on storage that all ranks share.
+        step: number of updates made, for the manifest; counted by this package where not given.
+        overwrite: replace a directory that this package did not write.
+        strict: False lets a dataloader through that was used before it was followed; its progress is then absent.
+        timeout_s: how long to wait for a rank that does not arrive.
+
+    Returns:
+        The path of the committed checkpoint.
+
+    Raises:
+        CallOrderError: before `prepare`, or in the middle of a gradient accumulation.
+        UsageError: `output_dir` cannot be used, or differs between ranks.
+        StorageError: the storage is not shared between ranks or not writable.
+        DataProgressError: a dataloader was used before it was followed.
+        RankMissingError, RankFailedError: another rank did not arrive, or failed.
+    """
+    return write_checkpoint(
+        accelerator,
+        Path(output_dir),
+        step=step,
+        overwrite=overwrite,
+        strict=strict,
+        timeout_s=timeout_s,
+        make_lineage=lambda: Lineage(uuid.uuid4().hex, get_run_id(), attempt=0),
+    )
+
+
+def write_checkpoint(
+    accelerator: Accelerator,
+    output_dir: Path,
+    *,
+    make_lineage: Callable[[], Lineage],
+    step: int | None = None,
+    epoch: int | None = None,
+    overwrite: bool = False,
+    strict: bool = True,
+    timeout_s: float | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Do what `save_state` promises, with the lineage and position that the caller knows. Collective."""
+    reach("save.begin")
+    wait_for_ranks("save_state", timeout_s=timeout_s)
+    final = output_dir.expanduser().absolute()
+    counter = follow_steps(accelerator)
+    loaders = run_together(
+        "checking before the save",
+        lambda: _check_before(accelerator, final, step, overwrite, strict),
+    )[get_rank()]
+    _check_same_target(final)
+    staging = run_on_main("opening the checkpoint", lambda: open_staging(final, get_run_id()))
+    lineage = broadcast(make_lineage())
+    try:
+        run_together("looking for the shared storage", lambda: _check_shared(staging))
+        reach("save.staged")
+        rng = RngSnapshot.capture()
+        with counter.paused(), _unchanged(rng):
+            run_together("saving with Accelerate", lambda: save_with_accelerate(accelerator, staging.partial))
+        reach("save.delegated")
+        written = run_together(
+            "writing RNG and data progress", lambda: _write_rank_state(accelerator, staging, rng, loaders)
+        )
+        files = _seal(staging, [name for names in written for name in names])
+        reach("save.checksums")
+        optimizers = _merge_optimizers(gather_all(describe_optimizers(accelerator)))
+        run_on_main(
+            "committing",
+            lambda: _commit(
+                staging,
+                _describe(
+                    accelerator,
+                    files,
+                    optimizers,
+                    lineage=lineage,
+                    step=step if step is not None else counter.count,
+                    epoch=epoch if epoch is not None else max((each.epoch for each in loaders), default=0),
+                    loaders=loaders,
+                    extra=extra or {},
+                ),
+            ),
+        )
+    except BaseException:
+        if get_rank() == 0:
+            discard_staging(staging)
+        raise
+    reach("save.committed")
+    return final
+
+
+@contextlib.contextmanager
+def _unchanged(rng: RngSnapshot) -> Iterator[None]:
+    """Put the random generators back: a run with saves must draw the same numbers as one without."""
+    try:
+        yield
+    finally:
+        rng.restore()
+
+
+def _check_before(
+    accelerator: Accelerator, final: Path, step: int | None, overwrite: bool, strict: bool
+) -> list[LoaderProgress]:
+    if step is not None:
+        contract.parse_step(step)
+    contract.check_setup(accelerator)
+    contract.check_boundary(accelerator)
+    check_naming(accelerator, final)
+    if get_rank() == 0:
+        check_target(final, overwrite=overwrite)
+    return track_loaders(accelerator).capture(strict=strict)
+
+
+def check_naming(accelerator: Accelerator, final: Path) -> None:
+    """Keep out of the folder that Accelerate's automatic naming prunes by its own rules."""
+    configuration = accelerator.project_configuration
+    if not configuration.automatic_checkpoint_naming or accelerator.project_dir is None:
+        return
+    taken = Path(accelerator.project_dir).expanduser().absolute() / "checkpoints"
+    if final.parent == taken:
+        raise UsageError(
+            f"{taken} belongs to Accelerate's automatic checkpoint naming, which deletes folders there by the number "
+            "in their names. Save elsewhere, or make the Accelerator without automatic_checkpoint_naming.",
+            path=str(taken),
+        )
+
+
+def _check_same_target(final: Path) -> None:
+    targets = gather_all(str(final))
+    different = [rank for rank, target in enumerate(targets) if target != targets[0]]
+    if different:
+        rank = different[0]
+        raise UsageError(
+            f"Ranks were given different directories: rank 0 has {targets[0]}, rank {rank} has {targets[rank]}. Give "
+            "every rank the same one (a time stamp in the name has to come from rank 0).",
+            path=targets[0],
+            rank=rank,
+            expected=targets[0],
+            actual=targets[rank],
+        )
+
+
+def _check_shared(staging: Staging) -> None:
+    """Make sure that this rank sees what rank 0 has just made."""
+    owner = staging.run_directory / OWNER_NAME
+    deadline = time.monotonic() + (_VISIBILITY_S if get_world_size() > 1 else 0)
+    while True:
+        found = read_owner(owner)
+        if found is not None and found.run_id == staging.run_id and staging.partial.is_dir():
+            return
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"Rank {get_rank()} does not see {staging.partial}, which rank 0 has made: the directory is not on "
+                "storage that all ranks share. Save to a shared file system (NFS, Lustre, a mounted bucket).",
+                path=str(staging.partial),
+            )
+        time.sleep(0.1)
+
+
+def _write_rank_state(
+    accelerator: Accelerator, staging: Staging, rng: RngSnapshot, loaders: list[LoaderProgress]
+) -> list[str]:
+    directory = staging.partial / DIRECTORY
+    directory.mkdir(exist_ok=True)
+    paths = write_rank_state(
+        directory,
+        accelerator.process_index,
+        rng=rng,
+        loaders=loaders,
+        extra={"accelerator_step": accelerator.step},
+    )
+    reach("save.rng")
+    reach("save.progress")
+    return [path.relative_to(staging.partial).as_posix() for path in paths]
+
+
+def _seal(staging: Staging, expected: list[str]) -> tuple[FileFacts, ...]:
+    """Make all files durable and checksum them, each by the rank that wrote it."""
+    wait_for_ranks("writing the checkpoint")
+    names = run_on_main("listing the files", lambda: _list_all(staging.partial, expected))
+    rank, world_size = get_rank(), get_world_size()
+    mine = [name for name in names if layout.get_writer_rank(name) % world_size == rank]
+    sealed = run_together("checksumming", lambda: seal_files(staging.partial, mine))
+    reach("save.synced")
+    return tuple(sorted((facts for part in sealed for facts in part), key=lambda facts: facts.path))
+
+
+def _list_all(directory: Path, expected: list[str]) -> list[str]:
+    deadline = time.monotonic() + _VISIBILITY_S
+    while True:
+        names = list_files(directory)
+        missing = sorted(set(expected) - set(names))
+        if not missing:
+            return names
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"Rank 0 does not see {missing[0]} in {directory}, which another rank has written. The directory is "
+                "not on storage that all ranks share, or it shows files too late.",
+                path=str(directory / missing[0]),
+            )
+        time.sleep(0.1)
+
+
+def _commit(staging: Staging, manifest: Manifest) -> None:
+    write_manifest(staging.partial, manifest)
+    reach("save.manifest")
+    commit_staging(staging)
+
+
+def _describe(
+    accelerator: Accelerator,
+    files: tuple[FileFacts, ...],
+    optimizers: tuple[OptimizerFacts, ...],
+    *,
+    lineage: Lineage,
+    step: int | None,
+    epoch: int,
+    loaders: list[LoaderProgress],
+    extra: Mapping[str, Any],
+) -> Manifest:
+    return Manifest(
+        created_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        step=-1 if step is None else step,
+        epoch=epoch,
+        lineage=lineage,
+        topology=describe_topology(accelerator),
+        versions=_get_versions(),
+        states=_take_inventory(accelerator, loaders),
+        files=files,
+        models=contract.describe_models(accelerator),
+        optimizers=optimizers,
+        num_schedulers=len(accelerator._schedulers),
+        num_dataloaders=len(accelerator._dataloaders),
+        num_custom_objects=len(accelerator._custom_objects),
+        accelerate={
+            "step": accelerator.step,
+            "save_iteration": accelerator.save_iteration,
+            "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+            "has_scaler": accelerator.scaler is not None,
+        },
+        extra=extra,
+    )
+
+
+def _merge_optimizers(ranks: list[tuple[OptimizerFacts, ...]]) -> tuple[OptimizerFacts, ...]:
+    """Combine what the ranks know: under FSDP1 each sees the state of the parameters that it has a piece of."""
+    return tuple(
+        dataclasses.replace(
+            parts[0],
+            stateless=tuple(sorted({name for part in parts for name in part.stateless})),
+            is_empty=all(part.is_empty for part in parts),
+        )
+        for parts in zip(*ranks, strict=True)
+    )
+
+
+def _take_inventory(accelerator: Accelerator, loaders: list[LoaderProgress]) -> dict[str, Any]:
+    return {
+        "model": {"count": len(accelerator._models), "custom_objects": len(accelerator._custom_objects)},
+        "optimizer": {"count": len(accelerator._optimizers)},
+        "scheduler": {"count": len(accelerator._schedulers)},
+        "rng": {"num_ranks": accelerator.num_processes},
+        "data": {"count": len(loaders)},
+    }
+
+
+def _get_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("accel-fsdp-tools", "torch", "accelerate", "transformers", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed as a package"
+    return versions
