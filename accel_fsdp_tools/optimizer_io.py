@@ -6,6 +6,7 @@ Measured on torch 2.13 and accelerate 1.15:
   DCP fills only tensors that exist and a fresh optimizer has none. Here the state is allocated from the metadata.
 - FSDP2: a trainable parameter that never got a gradient has no state in the files, and the load fails for want of
   its key. Here such parameters are left out of the load and stay without state, as they were.
+- FSDP2 with a full file: the same parameters make the load hang. Here the file is dealt out tensor by tensor.
 - FSDP2: torch's dummy step, which creates the state, goes through Accelerate's wrapper and does nothing in the
   middle of an accumulation. Here it sees the raw optimizer.
 
@@ -15,12 +16,15 @@ Every function is collective.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import layout
+from .errors import MismatchError
 from .formats.dcp import read_dcp_metadata
-from .layout import SHARDED
 from .live import clean_fqn, describe_model, get_raw_optimizer
+from .ranks import get_rank, run_on_main
 
 if TYPE_CHECKING:
     import torch
@@ -40,19 +44,18 @@ def load_optimizer(
     model = accelerator._models[index]
     raw = get_raw_optimizer(accelerator._optimizers[index])
     plugin = accelerator.state.fsdp_plugin
-    if kind == SHARDED:
+    is_sharded, is_fsdp1 = kind == layout.SHARDED, plugin.fsdp_version == 1
+    if is_sharded:
         path = directory / f"optimizer_{index}"
-        if plugin.fsdp_version == 1:
-            stateless = _load_sharded_fsdp1(plugin, model, raw, path)
-        else:
-            stateless = _load_sharded_fsdp2(plugin, model, raw, path)
+        load = _load_sharded_fsdp1 if is_fsdp1 else _load_sharded_fsdp2
+        stateless = load(plugin, model, raw, path)
+    elif is_fsdp1:
+        stateless = _load_full_fsdp1(accelerator, model, raw, directory, index)
     else:
-        stateless = _load_full(accelerator, model, raw, directory, index)
+        stateless = _load_full_fsdp2(model, raw, layout.get_optimizer_path(directory, index, kind))
     if was_empty:
         raw.state.clear()
         return []
-    if plugin.fsdp_version == 2:
-        _drop_state(model, raw, stateless)
     return sorted(stateless)
 
 
@@ -62,19 +65,10 @@ def _get_saved_parameters(directory: Path) -> set[str]:
     return {clean_fqn(str(path[2])) for path in paths if len(path) > 2 and path[:2] == ("optimizer", "state")}
 
 
-def _get_trainable_names(model: torch.nn.Module, raw: torch.optim.Optimizer) -> dict[str, Any]:
+def _get_names(model: torch.nn.Module, raw: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's parameters by name."""
     mine = {id(parameter) for group in raw.param_groups for parameter in group["params"]}
-    return {
-        clean_fqn(name): parameter
-        for name, parameter in model.named_parameters()
-        if id(parameter) in mine and parameter.requires_grad
-    }
-
-
-def _drop_state(model: torch.nn.Module, raw: torch.optim.Optimizer, names: list[str]) -> None:
-    trainable = _get_trainable_names(model, raw)
-    for name in names:
-        raw.state.pop(trainable[name], None)
+    return {clean_fqn(name): parameter for name, parameter in model.named_parameters() if id(parameter) in mine}
 
 
 def _load_sharded_fsdp2(
@@ -89,12 +83,15 @@ def _load_sharded_fsdp2(
 
     saved = _get_saved_parameters(path)
     wanted: dict[str, Any] = get_optimizer_state_dict(model, raw)
-    stateless = [name for name in wanted["state"] if name not in saved]
+    stateless = [name for name in wanted["state"] if clean_fqn(name) not in saved]
     for name in stateless:
         del wanted["state"][name]
     dcp.load({"optimizer": wanted}, storage_reader=dcp.FileSystemReader(path))
-    options = StateDictOptions(strict=not stateless)
-    set_optimizer_state_dict(model, raw, wanted, options=options)
+    set_optimizer_state_dict(model, raw, wanted, options=StateDictOptions(strict=not stateless))
+    # torch made state for them on the way, by a dummy step; they had none.
+    names = _get_names(model, raw)
+    for name in stateless:
+        raw.state.pop(names[clean_fqn(name)], None)
     return stateless
 
 
@@ -120,24 +117,122 @@ def _load_sharded_fsdp1(
             storage_reader=dcp.FileSystemReader(path),
         )
         raw.load_state_dict(FSDP.optim_state_dict_to_load(model, raw, state["optimizer"]))
-    return [name for name in _get_flat_trainable_names(model) if name not in saved]
+    return _find_flat_stateless(model, saved)
 
 
-def _get_flat_trainable_names(model: torch.nn.Module) -> list[str]:
+def _find_flat_stateless(model: torch.nn.Module, saved: set[str]) -> list[str]:
+    """Return the trainable parameters of an FSDP1 model without saved state; a tied one is saved by one name."""
     facts = describe_model(model)
-    aliases = {name for group in facts.ties for name in group[1:]}
+    covered = saved.union(*(group for group in facts.ties if saved.intersection(group)))
     return [
         tensor.fqn
         for tensor in facts.tensors
-        if tensor.requires_grad and tensor.kind == "parameter" and tensor.fqn not in aliases
+        if tensor.requires_grad and tensor.kind == "parameter" and tensor.fqn not in covered
     ]
 
 
-def _load_full(
+def _load_full_fsdp1(
     accelerator: Accelerator, model: torch.nn.Module, raw: torch.optim.Optimizer, directory: Path, index: int
 ) -> list[str]:
     from accelerate.utils.fsdp_utils import load_fsdp_optimizer
 
-    plugin = accelerator.state.fsdp_plugin
-    load_fsdp_optimizer(plugin, accelerator, raw, model, str(directory), index)
-    return []
+    load_fsdp_optimizer(accelerator.state.fsdp_plugin, accelerator, raw, model, str(directory), index)
+    path = layout.get_optimizer_path(directory, index, layout.FULL)
+    saved = run_on_main("reading the names", lambda: {clean_fqn(name) for name in _read_full(path)["state"]})
+    return _find_flat_stateless(model, saved)
+
+
+def _read_full(path: Path) -> dict[str, Any]:
+    """Map a full optimizer file into memory; its tensors are read when they are used."""
+    import torch
+
+    state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return state
+
+
+@dataclass(frozen=True)
+class _TensorOutline:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _load_full_fsdp2(model: torch.nn.Module, raw: torch.optim.Optimizer, path: Path) -> list[str]:
+    """Deal a full optimizer file out to the ranks, tensor by tensor; rank 0 alone reads it.
+
+    Not through torch's `set_optimizer_state_dict(full_state_dict=True)`: parameters without state make it hang
+    (some ranks wait for a tensor that rank 0 does not have), and it turns hyper-parameter tuples into lists.
+    Peak memory: the largest tensor, whole, on every rank.
+    """
+    import torch
+
+    full = _read_full(path) if get_rank() == 0 else None
+    state, groups = run_on_main("reading the optimizer", lambda: _outline(full))
+    trainable = _get_names(model, raw)
+    places = {
+        id(parameter): place
+        for place, parameter in enumerate(each for group in raw.param_groups for each in group["params"])
+    }
+    loaded: dict[int, dict[str, Any]] = {}
+    for name, entries in state.items():
+        parameter = trainable[name]
+        values = loaded.setdefault(places[id(parameter)], {})
+        for key, entry in entries.items():
+            if not isinstance(entry, _TensorOutline):
+                values[key] = entry
+                continue
+            source = full["state"][name][key] if full is not None else torch.empty(entry.shape, dtype=entry.dtype)
+            values[key] = _deal_out(source, parameter)
+    raw.load_state_dict({"state": loaded, "param_groups": _match_groups(raw, groups, trainable, places, path)})
+    return [name for name, parameter in trainable.items() if parameter.requires_grad and name not in state]
+
+
+def _outline(full: dict[str, Any] | None) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    import torch
+
+    if full is None:
+        raise ValueError("only rank 0 reads the file")
+    outline = {
+        clean_fqn(name): {
+            key: _TensorOutline(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+            for key, value in entries.items()
+        }
+        for name, entries in full["state"].items()
+    }
+    return outline, full["param_groups"]
+
+
+def _deal_out(source: torch.Tensor, parameter: Any) -> Any:
+    """Give every rank its part of rank 0's `source`: the shard that it has of the parameter, or all of it."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    on_device = source.to(parameter.device)
+    if isinstance(parameter, DTensor) and source.shape == parameter.shape:
+        return distribute_tensor(on_device, parameter.device_mesh, parameter.placements)
+    dist.broadcast(on_device, src=0)
+    return on_device.to(source.device) if source.dim() == 0 else on_device
+
+
+def _match_groups(
+    raw: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    names: dict[str, Any],
+    places: dict[int, int],
+    path: Path,
+) -> list[dict[str, Any]]:
+    by_id = {id(parameter): name for name, parameter in names.items()}
+    matched = []
+    for number, (live, saved) in enumerate(zip(raw.param_groups, groups, strict=True)):
+        mine = [by_id[id(parameter)] for parameter in live["params"]]
+        theirs = [clean_fqn(name) for name in saved["params"]]
+        if set(mine) != set(theirs):
+            different = sorted(set(mine) ^ set(theirs))
+            raise MismatchError(
+                f"{path}: parameter group {number} holds other parameters than the optimizer's ({different[0]}, ...). "
+                "Build the optimizer's groups as when it was saved.",
+                path=str(path),
+                expected=theirs,
+                actual=mine,
+            )
+        matched.append({**saved, "params": [places[id(parameter)] for parameter in live["params"]]})
+    return matched

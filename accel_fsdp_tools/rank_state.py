@@ -114,7 +114,8 @@ def _read_tensors(path: Path, rank: int) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Copies: the states are kept until loaders are iterated, the file may be gone or replaced by then.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise RngStateError(
             f"rank {rank}: {path} cannot be read ({error}); the file is truncated or damaged",

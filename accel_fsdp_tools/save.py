@@ -117,13 +117,14 @@ def write_checkpoint(
     reach("save.begin")
     wait_for_ranks("save_state", timeout_s=timeout_s)
     final = output_dir.expanduser().absolute()
+    run_id = get_run_id()
     counter = follow_steps(accelerator)
     loaders = run_together(
         "checking before the save",
         lambda: _check_before(accelerator, final, step, overwrite, strict),
     )[get_rank()]
     _check_same_target(final)
-    staging = run_on_main("opening the checkpoint", lambda: open_staging(final, get_run_id()))
+    staging = run_on_main("opening the checkpoint", lambda: open_staging(final, run_id))
     lineage = broadcast(make_lineage())
     try:
         run_together("looking for the shared storage", lambda: _check_shared(staging))

@@ -1,33 +1,35 @@
-"""Workarounds for two faults of torch's FSDP1 with full state dicts on CPU ranks.
+"""Workarounds for three faults of torch 2.13 on CPU ranks, applied by `enable_cpu_fsdp`.
 
-Both come from the same assumption, true on a GPU only: that `.to("cpu")` and `.cpu()` copy. On a CPU tensor they
-return the tensor itself. Nothing here changes what happens to tensors of an accelerator. The patches act on torch's
-classes for the rest of the process; applying one twice is harmless.
+Each function acts on torch or on the interpreter for the rest of the process, may be called more than once, is not
+collective, and changes nothing for tensors of an accelerator.
 
-Observed with torch 2.13. `tests/test_upstream.py` runs each fault without its workaround and expects it to be there:
-when torch is repaired, that test fails, and the workaround can go.
+`tests/test_upstream.py` also runs each fault *without* its workaround and expects it to be there: when torch is
+repaired, that test fails, and the workaround can go.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any
 
 _MARK = "_accel_fsdp_tools_patch"
+_EXIT_PAUSE_S = 0.1
 
 
 def keep_cpu_flat_params() -> None:
-    """Stop `state_dict()` of an FSDP1 model on the CPU from reading freed memory. Not collective.
+    """Stop `state_dict()` of an FSDP1 model on the CPU from reading freed memory.
 
     With `FULL_STATE_DICT` and `offload_to_cpu=True` (which `accelerator.save_state` always sets) torch moves the
-    gathered flat parameter to the CPU and frees the original. On the CPU nothing was moved, so what it frees is the
-    parameter it is about to read: the process dies of a segmentation fault in the state-dict hook. With the patch,
-    a flat parameter that is on the CPU already stays where it is.
+    gathered flat parameter to the CPU and frees the original. On the CPU nothing was moved, so it frees the very
+    memory that it reads next, and the process dies of a segmentation fault. With the patch, a flat parameter that
+    is on the CPU already stays where it is.
 
-    torch 2.13: `FlatParamHandle.to_cpu`. Repaired upstream once a plain full state dict of an FSDP1 model on gloo
-    ranks no longer kills the process.
+    Where: `FlatParamHandle.to_cpu`, torch 2.13. Repaired upstream once a plain full state dict of an FSDP1 model on
+    two gloo ranks no longer kills the process.
     """
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
@@ -49,15 +51,16 @@ def keep_cpu_flat_params() -> None:
 
 
 def copy_gathered_optimizer_states() -> None:
-    """Stop an FSDP1 full optimizer state dict on the CPU from mixing up its entries. Not collective.
+    """Stop a full optimizer state dict of FSDP1 on the CPU from mixing up its entries.
 
     With `use_orig_params=True` torch gathers one state after the other (`exp_avg`, then `exp_avg_sq`) into the same
-    buffer and hands out views of it, "offloaded" by a `.cpu()` that copies nothing. All of them end up with what was
-    gathered last, and the file is wrong without any error. With the patch, each gathered state is copied before the
-    buffer is used again.
+    buffer and hands out views of it, "offloaded" by a `.cpu()` that copies nothing on a CPU. All of them end up
+    with what was gathered last, and the file is wrong without any error. With the patch, each gathered state is
+    copied before the buffer is used again. (Setting `offload_to_cpu=False` in the plugin's
+    `optim_state_dict_config` avoids it too, for one plugin at a time.)
 
-    torch 2.13: `torch.distributed.fsdp._optim_utils._unflatten_orig_param_states`. Repaired upstream once
-    `FSDP.optim_state_dict` with `offload_to_cpu=True` on gloo ranks gives `exp_avg` and `exp_avg_sq` that differ.
+    Where: `torch.distributed.fsdp._optim_utils._unflatten_orig_param_states`, torch 2.13. Repaired upstream once
+    `FSDP.optim_state_dict` with `offload_to_cpu=True` on gloo ranks keeps `exp_avg` and `exp_avg_sq` apart.
     """
     import torch
     from torch.distributed.fsdp import _optim_utils
@@ -75,13 +78,37 @@ def copy_gathered_optimizer_states() -> None:
         to_save: bool,
         cpu_offload: bool,
     ) -> None:
-        gathered = {name: states.get(state_name) for name, states in output_states.items()}
+        gathered = {name: states[state_name] for name, states in output_states.items()}
         original(fsdp_param_info, output_states, state_name, shard_state, to_save, cpu_offload)
         for name, states in output_states.items():
-            value, source = states.get(state_name), gathered[name]
-            plain = type(value) is torch.Tensor and type(source) is torch.Tensor
-            if plain and value.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+            value, source = states[state_name], gathered[name]
+            if type(value) is not torch.Tensor or type(source) is not torch.Tensor:
+                continue  # a sharded state is a copy
+            if value.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
                 states[state_name] = value.clone()
 
     setattr(unflatten, _MARK, True)
     _optim_utils._unflatten_orig_param_states = unflatten
+
+
+def let_gloo_finish_before_exit() -> None:
+    """Keep a process that ends right after a collective from aborting at exit. Not for the main thread's sake.
+
+    A thread of gloo that has finished a collective drops its tensors. If it holds the last reference, it needs the
+    interpreter's lock for that; if the interpreter has begun to shut down meanwhile, CPython ends the thread in the
+    middle of a C++ destructor and the process aborts: "terminate called without an active exception", exit code
+    134, after all work was done. `end_training()` does not prevent it where anything (a device mesh, an FSDP module)
+    still refers to the group, since gloo's threads live as long as the group.
+
+    The workaround is a pause of 0.1 s, with the lock released, in an exit handler. It is bounded on purpose:
+    destroying the group there would wait for collectives that a failed peer never joins.
+
+    Where: `ProcessGroupGloo::runLoop`, torch 2.13 with Python 3.11. Repaired upstream once a script that ends on an
+    unawaited `all_reduce` exits with 0 every time. (From 3.14 on CPython hangs such threads instead of ending them.)
+    """
+    atexit.unregister(_pause)
+    atexit.register(_pause)
+
+
+def _pause() -> None:
+    time.sleep(_EXIT_PAUSE_S)

@@ -33,7 +33,7 @@ train() {
 echo "== 1. a run that is never interrupted"
 train --output-dir "$out/uninterrupted" "$@"
 
-echo "== 2. the same run, killed at step $kill_at in the middle of epoch 2"
+echo "== 2. the same run, killed at step $kill_at in the middle of the second epoch"
 if train --output-dir "$out/interrupted" --kill-at-step "$kill_at" "$@" 2>"$out/killed.log"; then
   echo "the run was to be killed, and was not" >&2
   exit 1

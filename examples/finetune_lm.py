@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedul
 
 from accel_fsdp_tools import Checkpointer, enable_cpu_fsdp
 
-PROMPT = "textwrap.count_words(text)\n\n"  # a function that doesn't exist: what would its docstring say?
+PROMPT = "textwrap.count_words(text)\n\nReturn"  # there is no such function: how would its docstring go on?
 MODULES = """
     argparse ast bisect calendar codecs configparser copy csv dataclasses datetime difflib enum fractions functools
     glob hashlib heapq inspect json logging mimetypes pathlib pickle platform pprint queue random sched secrets
@@ -164,6 +164,18 @@ def digest_state(model: Any, optimizer: Any) -> dict[str, str]:
     return digests
 
 
+def save_evidence(accelerator: Accelerator, model: Any, optimizer: Any, path: Path) -> None:
+    """Write what all ranks ended with, to be compared with other runs."""
+    rank = f"rank {accelerator.process_index}"
+    digests = {f"{rank}/{name}": digest for name, digest in digest_state(model, optimizer).items()}
+    everyone = gather_object([digests])
+    peaks = gather_object([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20])
+    if accelerator.is_main_process:
+        merged = {name: digest for digests in everyone for name, digest in digests.items()}
+        path.write_text(json.dumps(merged, indent=1))
+        print(f"peak memory per rank: {', '.join(f'{peak:.2f} GiB' for peak in peaks)}")
+
+
 def append_line(path: Path, **record: Any) -> None:
     """One JSON object a line; Python writes floats so that reading gives back the very same bits."""
     with path.open("a") as file:
@@ -232,40 +244,38 @@ def main() -> None:
                     if accelerator.is_main_process:
                         append_line(log, epoch=epoch, step=step, loss=mean, lr=lr)
                     if position.fresh and step == args.kill_at_step:
+                        accelerator.wait_for_everyone()
                         os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no last save
                 checkpointer.step(loss=loss)  # (4) counts optimizer steps, saves every --save-every of them
 
-    # What this rank ended with, to be compared with other runs.
-    digests = {f"rank {accelerator.process_index}/{k}": v for k, v in digest_state(model, optimizer).items()}
-    evidence = gather_object([digests])
-    peaks = gather_object([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20])
+    save_evidence(accelerator, model, optimizer, args.output_dir / "digests.json")
+    save_model(accelerator, model, tokenizer, args.output_dir / "model")
     if accelerator.is_main_process:
-        merged = {name: digest for rank in evidence for name, digest in rank.items()}
-        (args.output_dir / "digests.json").write_text(json.dumps(merged, indent=1))
-        accelerator.print(f"peak memory per rank: {', '.join(f'{peak:.2f} GiB' for peak in peaks)}")
+        print(f"saved to {args.output_dir / 'model'}; loaded back, it writes:\n")
+        print(f"{PROMPT}{generate(args.output_dir / 'model', PROMPT)}\n")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
-    # The fine-tuned model, as an ordinary folder for `from_pretrained`.
-    final = args.output_dir / "model"
+
+def save_model(accelerator: Accelerator, model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the fine-tuned model as an ordinary folder for `from_pretrained`."""
     weights = accelerator.get_state_dict(model)  # collective: every rank calls it, the main process gets it
     if accelerator.is_main_process:
         unwrapped = accelerator.unwrap_model(model)
         for name, source in unwrapped.all_tied_weights_keys.items():
             weights[name] = weights[source]  # gathering made two of one; tied weights are written once
-        unwrapped.save_pretrained(final, state_dict=weights)
-        tokenizer.save_pretrained(final)
-        print(f"saved to {final}; loaded back, it writes:\n{generate(final, PROMPT)}")
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+        unwrapped.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
 
 
 def generate(folder: Path, prompt: str) -> str:
-    """One sentence from the saved model."""
+    """How the saved model goes on after `prompt`, up to the end of the sentence."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
     text = tokenizer.decode(output[0][inputs.input_ids.shape[1] :], skip_special_tokens=True)
-    return prompt + text.strip().split(".")[0] + "."
+    return text.split(".")[0] + "."
 
 
 if __name__ == "__main__":

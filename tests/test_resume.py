@@ -10,7 +10,8 @@ import pytest
 from tests.harness import collect, run_ranks, start_ranks
 from tests.training import Setup, assert_continues, read_root, train
 
-KILL_AT = 9  # 7 updates an epoch: in the middle of the second
+# A rank's epoch has 7 batches: 4 updates with accumulation (the last window is short), 7 without. The kill comes in
+# the middle of the second epoch, one update after a checkpoint.
 
 SETUPS = {
     "fsdp2-sharded": Setup(),
@@ -24,6 +25,7 @@ SETUPS = {
     "fsdp2-unused-frozen": Setup(unused_parameter=True, frozen=True),
     "fsdp2-full-unused-tied": Setup(state_dict_type="FULL_STATE_DICT", unused_parameter=True, tie=True),
     "fsdp1-unused-frozen": Setup(fsdp_version=1, unused_parameter=True, frozen=True),
+    "fsdp1-full-unused": Setup(fsdp_version=1, state_dict_type="FULL_STATE_DICT", unused_parameter=True),
     "fsdp2-momentum-no-accumulation": Setup(optimizer="momentum", accumulation=1),
     "fsdp2-sgd": Setup(optimizer="SGD", save_every=3),
 }
@@ -32,17 +34,19 @@ SETUPS = {
 @pytest.mark.parametrize("name", SETUPS)
 def test_killed_and_resumed_is_the_run_that_never_stopped(tmp_path: Path, name: str) -> None:
     setup = SETUPS[name]
+    kill_at = 7 if setup.accumulation == 2 else 11
     reference = run_ranks(train, str(tmp_path / "whole"), setup, folder=tmp_path / "r0")
     root = tmp_path / "killed"
     outcomes = collect(
-        start_ranks(train, str(root), setup, kill_at_step=KILL_AT, folder=tmp_path / "r1"), folder=tmp_path / "r1"
+        start_ranks(train, str(root), setup, kill_at_step=kill_at, folder=tmp_path / "r1"), folder=tmp_path / "r1"
     )
     assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
     resumed = run_ranks(train, str(root), setup, seed=77, perturb=True, folder=tmp_path / "r2")
     assert_continues(reference, resumed)
     position = resumed[0].position
-    last = KILL_AT - KILL_AT % setup.save_every
-    assert position.step == last
+    assert position.step == kill_at - 1
+    assert (position.epoch, position.batch) == ((1, 4) if setup.accumulation == 2 else (1, 3))
+    assert position.samples == 37 + 2 * setup.batch_size * position.batch
     assert read_root(root) == read_root(tmp_path / "whole")
 
 
@@ -50,11 +54,9 @@ def test_resumed_twice(tmp_path: Path) -> None:
     setup = Setup(save_every=3)
     reference = run_ranks(train, str(tmp_path / "whole"), setup, folder=tmp_path / "r0")
     root = str(tmp_path / "killed")
-    for attempt, kill_at_step in enumerate((4, 11)):
-        folder = tmp_path / f"k{attempt}"
-        collect(
-            start_ranks(train, root, setup, seed=attempt, kill_at_step=kill_at_step, folder=folder), folder=folder
-        )
+    for seed, kill_at_step in ((1, 4), (2, 11)):
+        folder = tmp_path / f"k{seed}"
+        collect(start_ranks(train, root, setup, seed=seed, kill_at_step=kill_at_step, folder=folder), folder=folder)
     resumed = run_ranks(train, root, setup, seed=5, perturb=True, folder=tmp_path / "r2")
     assert resumed[0].position.step == 9
     assert_continues(reference, resumed)

@@ -324,7 +324,8 @@ def _unknown(machine: PickleMachine) -> None:
 
 def _push(make: Callable[[PickleMachine], Any]) -> Handler:
     def handler(machine: PickleMachine) -> None:
-        machine._stack.append(make(machine))
+        value = make(machine)  # may change which stack is the current one
+        machine._stack.append(value)
 
     return handler
 

@@ -110,6 +110,11 @@ class PickledObject:
         """Take the state, once, as an unpickler would on `BUILD`."""
         if self._has_state:
             raise ValueError(f"state of {self.name} is set twice")
+        # An unpickler copies attributes at this moment: what the pickle does to the dict later must not be seen here.
+        if isinstance(state, dict):
+            state = dict(state)
+        elif isinstance(state, tuple) and len(state) == 2:
+            state = tuple(dict(part) if isinstance(part, dict) else part for part in state)
         self.state = state
         self._has_state = True
 

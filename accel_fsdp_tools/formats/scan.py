@@ -139,10 +139,9 @@ def scan_checkpoint(
 
 
 def _list_dcp_directories(directory: Path) -> list[Path]:
-    folders = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
-    return [
-        folder for folder in folders if (folder != directory and _DCP_DIRECTORY.fullmatch(folder.name)) or _is_dcp(folder)
-    ]
+    folders = [path for path in sorted(directory.iterdir()) if path.is_dir()]
+    named = {path for path in folders if _DCP_DIRECTORY.fullmatch(path.name)}
+    return [folder for folder in [directory, *folders] if folder in named or _is_dcp(folder)]
 
 
 def _is_dcp(folder: Path) -> bool:

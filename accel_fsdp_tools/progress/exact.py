@@ -17,6 +17,7 @@ resumed pass: it is part of state 1, and a rank whose pass is empty would not ta
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ class ExactPass(Pass):
         self.resumed: LoaderProgress | None = None
         self.rng_after: RngSnapshot | None = None
         self.is_strict = True
+        self.reuses_workers = False
 
 
 class ExactFollower(Follower):
@@ -63,6 +65,7 @@ class ExactFollower(Follower):
         self._session: RestoreSession | None = None
         self._was_derived = False
         self._rng_types: Any = None
+        self._is_next_reusing_workers = False
 
     def note_derived_loader(self) -> None:
         self._was_derived = self._waiting is not None
@@ -130,20 +133,31 @@ class ExactFollower(Follower):
         this.count_batch(num_samples, get_num_processes(self.loader) if this.samples_per_batch is None else 1)
 
     def _make_iterator(self, loader: Any, this: ExactPass) -> Iterator[Any]:
-        base, saved = loader.base_dataloader, this.resumed
+        saved = this.resumed
+        is_running = _has_running_workers(loader)
         if saved is None:
             this.found = find_generators(loader)
             this.epoch_start = Moment.capture(this.found)
             this.attributes = self._watch.read(loader)
-            self._feed.prepare()
+            this.reuses_workers = is_running or self._is_next_reusing_workers
         else:
             this.epoch_start = saved.moments["epoch_start"]
             this.attributes = saved.attributes.get("epoch_start", AttributeStates())
             this.attributes.restore(loader)
             this.epoch_start.restore(loader)
             this.found = find_generators(loader)
-            self._feed.prepare(num_to_skip=saved.batch, expected_digest=saved.digest, strict=this.is_strict)
-        iterator = self._make_fed_iterator(base)
+            this.reuses_workers = saved.reuses_workers
+        self._is_next_reusing_workers = False
+        self._feed.prepare(
+            num_to_skip=0 if saved is None else saved.batch,
+            expected_digest=None if saved is None else saved.digest,
+            strict=this.is_strict,
+            # Workers that ran at the save are started anew here: undo the draw of their seed before the order's.
+            before_iter=(
+                functools.partial(this.epoch_start.restore, loader) if this.reuses_workers and not is_running else None
+            ),
+        )
+        iterator = self._make_fed_iterator(loader.base_dataloader, is_running and not this.reuses_workers)
         if saved is not None:
             if not self._feed.was_started:
                 raise DataProgressError(
@@ -155,9 +169,14 @@ class ExactFollower(Follower):
             this.before_fetch.restore(loader)
         return _WatchedIterator(iterator, loader, this)
 
-    def _make_fed_iterator(self, base: Any) -> Iterator[Any]:
+    def _make_fed_iterator(self, base: Any, is_start_to_be_repeated: bool) -> Iterator[Any]:
         slot = "batch_sampler" if base.batch_sampler is not None else "sampler"
         self._feed.sampler = base.__dict__[slot]
+        if is_start_to_be_repeated:  # workers run, but at the save they were being started: draw what that draws
+            import torch
+
+            iter(self._feed.sampler)
+            torch.empty((), dtype=torch.int64).random_(generator=base.generator)
         base.__dict__[slot] = self._feed  # `DataLoader.__setattr__` refuses
         try:
             iterator: Iterator[Any] = type(base).__iter__(base)
@@ -185,10 +204,10 @@ class ExactFollower(Follower):
         moments = {"now": now if plain.state != "idle" else Moment(None, now.generators)}
         attributes = {"now": self._watch.read(self.loader)}
         reason = plain.reason
-        if plain.state == "running":
-            assert isinstance(this, ExactPass)  # noqa: S101
-            assert this.epoch_start is not None  # noqa: S101
-            assert this.before_fetch is not None  # noqa: S101
+        if plain.state == "running" and isinstance(this, ExactPass):
+            if this.epoch_start is None or this.before_fetch is None:
+                text = f"{type(self.loader).__name__} iterates in a way of its own, so its fetches were not seen"
+                return self.record(index, text)
             moments.update(epoch_start=this.epoch_start, before_fetch=this.before_fetch)
             attributes["epoch_start"] = self._watch.complete(this.attributes, attributes["now"])
             if set(now.generators) - set(this.before_fetch.generators):
@@ -199,6 +218,11 @@ class ExactFollower(Follower):
                 "exact": reason is None,
                 "restorable": True,
                 "reason": reason,
+                "reuses_workers": (
+                    this.reuses_workers
+                    if plain.state == "running" and isinstance(this, ExactPass)
+                    else _has_running_workers(self.loader) or self._is_next_reusing_workers
+                ),
                 "digest": this.digest if plain.state == "running" and isinstance(this, ExactPass) else None,
                 "moments": moments,
                 "attributes": attributes,
@@ -231,6 +255,7 @@ class ExactFollower(Follower):
             until_any_batch=self._waiting is None,
         )
         self._was_derived = False
+        self._is_next_reusing_workers = saved.reuses_workers and saved.state != "running"
         return make_outcome(saved, saved.reason)
 
     def restore_epoch(self, saved: LoaderProgress, reason: str) -> LoaderOutcome:
@@ -249,6 +274,12 @@ class ExactFollower(Follower):
             )
         if waiting is not None or forget:
             session.check(find_generators(self.loader), forget=forget)
+
+
+def _has_running_workers(loader: Any) -> bool:
+    """Whether the next pass is made with workers that run already (torch keeps such an iterator)."""
+    base = loader.base_dataloader
+    return bool(base.persistent_workers) and base.num_workers > 0 and base._iterator is not None
 
 
 def _renumber(saved: LoaderProgress, index: int) -> LoaderProgress:

@@ -11,7 +11,7 @@ import warnings
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import DataProgressError, DataProgressWarning
@@ -33,10 +33,25 @@ class IndexFeed:
         self._expected_digest: int | None = None
         self._strict = True
         self._indices: Iterator[Any] | None = None
+        self._before_iter: Callable[[], None] | None = None
 
-    def prepare(self, *, num_to_skip: int = 0, expected_digest: int | None = None, strict: bool = True) -> None:
-        """Get ready for a pass that begins after `num_to_skip` batches."""
+    def prepare(
+        self,
+        *,
+        num_to_skip: int = 0,
+        expected_digest: int | None = None,
+        strict: bool = True,
+        before_iter: Callable[[], None] | None = None,
+    ) -> None:
+        """Get ready for a pass that begins after `num_to_skip` batches.
+
+        Args:
+            expected_digest: what the checksum of the skipped batches has to be; None if not known.
+            strict: raise if it is another one, instead of warning.
+            before_iter: called each time before the sampler is asked for its iterator.
+        """
         self.was_started = False
+        self._before_iter = before_iter
         self._digest = 0
         self._num_to_skip = num_to_skip
         self._expected_digest = expected_digest
@@ -46,6 +61,8 @@ class IndexFeed:
     def __iter__(self) -> Iterator[Any]:
         self.was_started = True
         self.drawn.clear()
+        if self._before_iter is not None:
+            self._before_iter()
         self._indices = iter(self.sampler)  # now: some samplers draw their order in `__iter__`
         return _FeedIterator(self, self._indices)
 

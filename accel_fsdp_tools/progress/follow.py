@@ -241,10 +241,18 @@ def install(loader: Any, follower: Follower) -> None:
     """Let `follower` see every iteration over `loader`."""
     loader.__dict__[_KEY] = follower
     # Accelerate's loaders hide their class behind a property, which a plain assignment would meet.
-    object.__dict__["__class__"].__set__(loader, _make_followed_class(type(loader)))
+    object.__dict__["__class__"].__set__(loader, _get_followed_class(type(loader)))
 
 
-@functools.cache
+_followed_classes: dict[type, type] = {}
+
+
+def _get_followed_class(cls: type) -> type:
+    if cls not in _followed_classes:
+        _followed_classes[cls] = _make_followed_class(cls)
+    return _followed_classes[cls]
+
+
 def _make_followed_class(cls: Any) -> type:
     def iterate(self: Any) -> Iterator[Any]:
         follower = get_follower(self)

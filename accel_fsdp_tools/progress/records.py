@@ -71,6 +71,8 @@ class LoaderProgress:
         samples_before_epoch: the part of `samples` from passes that ended.
         iteration: Accelerate's own counter, which seeds samplers through `set_epoch`, as of the current pass;
             unlike `epoch` it does not advance when a pass is left by `break`.
+        reuses_workers: whether this pass (between passes: the next one) is made with persistent workers that
+            run already; then torch draws no seed for them.
         digest: checksum of the indices handed out in this pass on this rank, None where not known.
         moments: random state when the pass began, before the fetch that is one ahead, and at the save.
         attributes: state that samplers keep besides generators, when the pass began and at the save.
@@ -88,6 +90,7 @@ class LoaderProgress:
     samples: int
     samples_before_epoch: int
     iteration: int
+    reuses_workers: bool = False
     digest: int | None = None
     moments: Mapping[str, Moment] = field(default_factory=dict)
     attributes: Mapping[str, AttributeStates] = field(default_factory=dict)
@@ -117,6 +120,7 @@ class LoaderProgress:
             "samples": self.samples,
             "samples_before_epoch": self.samples_before_epoch,
             "iteration": self.iteration,
+            "reuses_workers": self.reuses_workers,
             "digest": self.digest,
             "moments": {name: moment.to_dict() for name, moment in self.moments.items()},
             "attributes": {name: states.to_dict() for name, states in self.attributes.items()},
@@ -163,6 +167,7 @@ class LoaderProgress:
             reason=reader.get("reason", str, optional=True),
             contract=reader.get("contract", dict),
             state=cast(PassState, state),
+            reuses_workers=reader.get("reuses_workers", bool),
             digest=reader.get("digest", int, optional=True),
             moments={
                 name: Moment.from_dict(value, tensors, f"{prefix}/{name}", rank=rank, path=path)

@@ -16,7 +16,7 @@ from .kinds import find_kind
 from .records import LoaderOutcome, LoaderPosition, LoaderProgress
 from .session import RestoreSession
 
-_trackers: weakref.WeakKeyDictionary[Any, DataTracker] = weakref.WeakKeyDictionary()
+_KEY = "_accel_fsdp_tools_data_tracker"
 
 
 def track(accelerator: Any) -> DataTracker:
@@ -31,9 +31,10 @@ def track(accelerator: Any) -> DataTracker:
     Warns:
         DataProgressWarning: once for each loader whose resume will not be exact, with the reason.
     """
-    tracker = _trackers.get(accelerator)
-    if tracker is None:
-        tracker = _trackers[accelerator] = DataTracker(accelerator)
+    tracker = getattr(accelerator, _KEY, None)
+    if not isinstance(tracker, DataTracker):
+        tracker = DataTracker(accelerator)
+        setattr(accelerator, _KEY, tracker)
     tracker.follow_new_loaders()
     return tracker
 
@@ -42,7 +43,7 @@ class DataTracker:
     """Knows where every prepared loader stands. Made by `track`. Every method is local to its rank."""
 
     def __init__(self, accelerator: Any) -> None:
-        self._accelerator = weakref.ref(accelerator)
+        self._accelerator = accelerator
         self._passive: weakref.WeakKeyDictionary[Any, Follower] = weakref.WeakKeyDictionary()
         self._has_warned_of_several = False
 
@@ -55,8 +56,7 @@ class DataTracker:
         return [follower.get_position() for follower in self._get_followers()]
 
     def _list_loaders(self) -> list[Any]:
-        accelerator = self._accelerator()
-        return [] if accelerator is None else list(accelerator._dataloaders)
+        return list(self._accelerator._dataloaders)
 
     def follow_new_loaders(self) -> None:
         """Follow the loaders that were prepared since the last call."""
@@ -81,9 +81,7 @@ class DataTracker:
         return follower
 
     def _get_active_loaders(self) -> list[Any]:
-        accelerator = self._accelerator()
-        references = accelerator.gradient_state.dataloader_references if accelerator is not None else []
-        return [loader for loader in references if loader is not None]
+        return [loader for loader in self._accelerator.gradient_state.dataloader_references if loader is not None]
 
     def _get_followers(self) -> list[Follower]:
         return [self._follow(index, loader) for index, loader in enumerate(self._list_loaders())]
@@ -131,8 +129,8 @@ class DataTracker:
             strict: raise if a loader's position is not known. Otherwise its record says that it is absent, and why.
 
         Raises:
-            DataProgressError: (strict) batches were handed out that nobody counted: a loader was iterated before `track`,
-                or through `skip_first_batches`, or its restored position was bypassed.
+            DataProgressError: (strict) batches were handed out that nobody counted: a loader was iterated before
+                `track`, or through `skip_first_batches`, or its restored position was bypassed.
 
         Warns:
             DataProgressWarning: several loaders are in the middle of a pass.

@@ -52,7 +52,7 @@ def set_array_state(array: ArrayRef, state: Any) -> None:
 
 
 def _fill(array: ArrayRef, dtype: Any, shape: Any, fortran: bool, data: Any) -> None:
-    if type(dtype) is not NumpyDtype or type(data) not in (bytes, bytearray):
+    if type(dtype) is not NumpyDtype or type(data) is not bytes:
         raise RefusedError("a numpy array of Python objects")
     if type(shape) is not tuple or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
         raise TypeError("an array without a proper shape")
@@ -66,6 +66,9 @@ def _from_buffer(args: tuple[Any, ...], spend: Spend) -> ArrayRef:
     data, dtype, shape, order = args
     if order not in ("C", "F"):
         raise TypeError("an array in an unknown order")
+    if type(data) is bytearray:
+        spend(len(data))
+        data = bytes(data)
     array = ArrayRef()
     _fill(array, dtype, shape, order == "F", data)
     return array

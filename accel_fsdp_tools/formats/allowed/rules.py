@@ -88,7 +88,7 @@ def check_attributes(name: str, state: Any, spend: Spend, *, trusted: bool = Fal
     A state is a dict of attributes, a pair of two (the second for slots), or something only the class understands.
     """
     for part in state if type(state) is tuple and len(state) == 2 else (state,):
-        if type(part) is not dict:
+        if not isinstance(part, dict):
             continue
         spend(len(part))
         for key in part:
