@@ -189,18 +189,14 @@ def compare_with_manifest(accelerator: Accelerator, manifest: Manifest) -> list[
             },
         )
     ]
-    for index, (saved, live) in enumerate(
-        zip(manifest.models, describe_models(accelerator), strict=False)
-    ):
+    for index, (saved, live) in enumerate(zip(manifest.models, describe_models(accelerator), strict=False)):
         differences += _compare_shapes(
             index,
             {tensor.fqn: tensor.shape for tensor in saved.tensors},
             {tensor.fqn: tensor.shape for tensor in live.tensors},
         )
         differences += _compare_dtypes(index, saved, live)
-    for index, (before, now) in enumerate(
-        zip(manifest.optimizers, describe_optimizers(accelerator), strict=False)
-    ):
+    for index, (before, now) in enumerate(zip(manifest.optimizers, describe_optimizers(accelerator), strict=False)):
         if before.class_name != now.class_name or before.num_param_groups != now.num_param_groups:
             text = (
                 f"optimizer {index} is {now.class_name} with {now.num_param_groups} parameter group(s), the "

@@ -78,9 +78,7 @@ def detect_state_dict_type(directory: Path) -> str | None:
 
 def count_custom_objects(directory: Path) -> int:
     """Return the number of registered objects' files."""
-    return sum(
-        1 for entry in directory.iterdir() if re.fullmatch(r"custom_checkpoint_\d+\.pkl", entry.name)
-    )
+    return sum(1 for entry in directory.iterdir() if re.fullmatch(r"custom_checkpoint_\d+\.pkl", entry.name))
 
 
 def count_schedulers(directory: Path) -> int:

@@ -77,9 +77,7 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
         name = clean_fqn(raw_name)
         if name in flat_names or hasattr(parameter, "_fqns"):
             continue
-        tensors[name] = _describe(
-            name, parameter.dtype, parameter.shape, bool(parameter.requires_grad), "parameter"
-        )
+        tensors[name] = _describe(name, parameter.dtype, parameter.shape, bool(parameter.requires_grad), "parameter")
         groups.setdefault(id(parameter), []).append(name)
     for name, buffer in _iterate_persistent_buffers(model):
         tensors[name] = _describe(name, buffer.dtype, buffer.shape, False, "buffer")

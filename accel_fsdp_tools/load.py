@@ -92,7 +92,7 @@ def load_state(
     found = run_together("reading the manifest", lambda: _read_manifest(directory))
     manifest = found[get_rank()]
     _check_same_view(directory, found)
-    kind = layout.detect_state_dict_type(directory)
+    kind = run_together("looking at the files", lambda: layout.detect_state_dict_type(directory))[get_rank()]
     findings = _Findings()
     run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, strict, findings))
     run_together("checking the files", lambda: _check_files(directory, manifest, verify, findings))
@@ -140,9 +140,7 @@ def check_is_checkpoint(directory: Path) -> None:
             path=str(directory),
         )
     if not directory.is_dir():
-        raise CheckpointNotFoundError(
-            f"{directory} is a file; give the checkpoint's directory.", path=str(directory)
-        )
+        raise CheckpointNotFoundError(f"{directory} is a file; give the checkpoint's directory.", path=str(directory))
     if has_manifest(directory):
         return
     if PARTIAL in directory.parts or (directory / DIRECTORY).exists():
@@ -231,11 +229,7 @@ def _check_files(directory: Path, manifest: Manifest | None, verify: str, findin
     check_files(directory, manifest.files[rank::world_size], checksums=verify == "auto")
     if rank == 0:
         listed = {file.path for file in manifest.files}
-        extra = [
-            name
-            for name in list_files(directory)
-            if name not in listed and name != f"{DIRECTORY}/manifest.json"
-        ]
+        extra = [name for name in list_files(directory) if name not in listed and name != f"{DIRECTORY}/manifest.json"]
         if extra:
             findings.notes.append(f"{len(extra)} file(s) that the manifest does not list: {', '.join(extra[:5])}")
 
@@ -373,9 +367,7 @@ def _derive_new_rank(states: list[RankState | None], findings: _Findings) -> Non
     findings.absent["data"] = f"rank {rank} did not exist at the save"
 
 
-def _report(
-    accelerator: Accelerator, directory: Path, manifest: Manifest | None, findings: _Findings
-) -> LoadReport:
+def _report(accelerator: Accelerator, directory: Path, manifest: Manifest | None, findings: _Findings) -> LoadReport:
     everyone = gather_all(findings)
     counts = {
         "model": len(accelerator._models),

@@ -172,17 +172,13 @@ def read_manifest(directory: Path) -> Manifest:
 def _pick(cls: type[Any], raw: Mapping[str, Any], **converted: Any) -> Any:
     """Build a dataclass from the keys of `raw` that it has; unknown keys are left out."""
     values = {
-        each.name: raw[each.name]
-        for each in dataclasses.fields(cls)
-        if each.name in raw and each.name not in converted
+        each.name: raw[each.name] for each in dataclasses.fields(cls) if each.name in raw and each.name not in converted
     }
     return cls(**values, **converted)
 
 
 def _build_manifest(raw: Mapping[str, Any]) -> Manifest:
-    files = tuple(
-        FileFacts(str(each["path"]), int(each["size_bytes"]), str(each["checksum"])) for each in raw["files"]
-    )
+    files = tuple(FileFacts(str(each["path"]), int(each["size_bytes"]), str(each["checksum"])) for each in raw["files"])
     models = tuple(
         _pick(
             ModelFacts,

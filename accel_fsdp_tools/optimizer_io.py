@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def load_optimizer(
-    accelerator: Accelerator, index: int, directory: Path, *, kind: str, was_empty: bool
-) -> list[str]:
+def load_optimizer(accelerator: Accelerator, index: int, directory: Path, *, kind: str, was_empty: bool) -> list[str]:
     """Load optimizer `index` of an FSDP checkpoint; returns the trainable parameters that it had no state for.
 
     Args:
@@ -71,9 +69,7 @@ def _get_names(model: torch.nn.Module, raw: torch.optim.Optimizer) -> dict[str, 
     return {clean_fqn(name): parameter for name, parameter in model.named_parameters() if id(parameter) in mine}
 
 
-def _load_sharded_fsdp2(
-    plugin: Any, model: torch.nn.Module, raw: torch.optim.Optimizer, path: Path
-) -> list[str]:
+def _load_sharded_fsdp2(plugin: Any, model: torch.nn.Module, raw: torch.optim.Optimizer, path: Path) -> list[str]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -95,9 +91,7 @@ def _load_sharded_fsdp2(
     return stateless
 
 
-def _load_sharded_fsdp1(
-    plugin: Any, model: torch.nn.Module, raw: torch.optim.Optimizer, path: Path
-) -> list[str]:
+def _load_sharded_fsdp1(plugin: Any, model: torch.nn.Module, raw: torch.optim.Optimizer, path: Path) -> list[str]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
@@ -105,9 +99,7 @@ def _load_sharded_fsdp1(
     saved = _get_saved_parameters(path)
     with (
         warnings.catch_warnings(),
-        FSDP.state_dict_type(
-            model, plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
-        ),
+        FSDP.state_dict_type(model, plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config),
     ):
         # torch itself calls its deprecated ShardedTensor functions on this path.
         warnings.simplefilter("ignore", FutureWarning)

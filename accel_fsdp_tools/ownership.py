@@ -59,9 +59,7 @@ def read_owner(path: Path) -> Owner | None:
     """Return who is recorded at `path`, None if nobody is or the record is unreadable."""
     try:
         raw = json.loads(path.read_bytes())
-        return Owner(
-            str(raw["run_id"]), str(raw["host"]), int(raw["process_id"]), float(raw["process_started"])
-        )
+        return Owner(str(raw["run_id"]), str(raw["host"]), int(raw["process_id"]), float(raw["process_started"]))
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 

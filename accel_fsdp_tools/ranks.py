@@ -99,9 +99,7 @@ def wait_for_ranks(what: str, *, timeout_s: float | None = None) -> None:
 
     seconds = get_timeout_s() if timeout_s is None else timeout_s
     try:
-        dist.monitored_barrier(
-            group=_get_control_group(), timeout=timedelta(seconds=seconds), wait_all_ranks=True
-        )
+        dist.monitored_barrier(group=_get_control_group(), timeout=timedelta(seconds=seconds), wait_all_ranks=True)
     except RuntimeError as error:
         missing = _parse_missing_ranks(str(error))
         named = f"rank(s) {', '.join(map(str, missing))}" if missing else "another rank"
@@ -197,9 +195,7 @@ def _describe_failure(rank: int, error: BaseException) -> Outcome[Any]:
     return Outcome(rank=rank, cause_type=name, cause_message=str(error), cause_traceback=text)
 
 
-def raise_first_failure(
-    what: str, outcomes: list[Outcome[T]], original: BaseException | None = None
-) -> None:
+def raise_first_failure(what: str, outcomes: list[Outcome[T]], original: BaseException | None = None) -> None:
     """Raise what the lowest failing rank reported, the same on every rank; return if none failed. Not collective."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     if not failed:

@@ -92,7 +92,7 @@ def copy_gathered_optimizer_states() -> None:
 
 
 def let_gloo_finish_before_exit() -> None:
-    """Keep a process that ends right after a collective from aborting at exit. Not for the main thread's sake.
+    """Keep a process that ends right after a collective from aborting at exit.
 
     A thread of gloo that has finished a collective drops its tensors. If it holds the last reference, it needs the
     interpreter's lock for that; if the interpreter has begun to shut down meanwhile, CPython ends the thread in the
@@ -100,8 +100,9 @@ def let_gloo_finish_before_exit() -> None:
     134, after all work was done. `end_training()` does not prevent it where anything (a device mesh, an FSDP module)
     still refers to the group, since gloo's threads live as long as the group.
 
-    The workaround is a pause of 0.1 s, with the lock released, in an exit handler. It is bounded on purpose:
-    destroying the group there would wait for collectives that a failed peer never joins.
+    The workaround is a pause of 0.1 s, with the lock released, in an exit handler. It is enough for collectives
+    that are over, as those of a training are; one that nobody waited for can still be under way after it. It is
+    bounded on purpose: destroying the group there would wait for collectives that a failed peer never joins.
 
     Where: `ProcessGroupGloo::runLoop`, torch 2.13 with Python 3.11. Repaired upstream once a script that ends on an
     unawaited `all_reduce` exits with 0 every time. (From 3.14 on CPython hangs such threads instead of ending them.)

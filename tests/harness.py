@@ -154,9 +154,7 @@ def collect(
             outcomes.append(RankOutcome(rank, process.exitcode, value=value, finished=True))
         elif failure.exists():
             when, text, error = pickle.loads(failure.read_bytes())
-            outcomes.append(
-                RankOutcome(rank, process.exitcode, error=error, error_text=text, error_time=when)
-            )
+            outcomes.append(RankOutcome(rank, process.exitcode, error=error, error_text=text, error_time=when))
         else:
             outcomes.append(RankOutcome(rank, process.exitcode))
     return outcomes
@@ -176,9 +174,7 @@ def run_ranks(
     `folder` must be new for each call. Raises `RankError`, the earliest failure first, if any rank failed.
     """
     outcomes = collect(
-        start_ranks(
-            function, *args, world_size=world_size, folder=folder, environment=environment, **kwargs
-        ),
+        start_ranks(function, *args, world_size=world_size, folder=folder, environment=environment, **kwargs),
         folder=folder,
         timeout_s=timeout_s,
     )

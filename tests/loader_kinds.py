@@ -201,8 +201,9 @@ KINDS: dict[str, Kind] = {
         min_ranks=2,  # in one process Accelerate drops the sampler
     ),
     "split_batches": Kind(_make(batch_size=6), {"split_batches": True}),
-    "uneven": Kind(_make(), {"even_batches": False}),
-    "uneven_ranks": Kind(_make(num_items=16), {"even_batches": False}),
+    # 7 batches: one rank has 4, the other 3; a save after 3 finds one at its end and the other not.
+    "uneven_count": Kind(_make(num_items=20), {"even_batches": False}),
+    "uneven_size": Kind(_make(num_items=16), {"even_batches": False}),
     "drop_last": Kind(_make(drop_last=True)),
     "one_batch_epochs": Kind(_make(num_items=5), num_epochs=5),
     "tiny": Kind(_make(num_items=1), num_epochs=4),
@@ -215,6 +216,9 @@ KINDS: dict[str, Kind] = {
         lambda seed: DataLoader(NoisyDataset(23), batch_size=3, shuffle=True, collate_fn=LateCollator(5))
     ),
     "torch_synchronised": Kind(_make(), {"rng_types": ["torch", "generator"]}),
+    "uneven_torch_synchronised": Kind(
+        _make(num_items=20), {"rng_types": ["torch", "generator"], "even_batches": False}
+    ),
 }
 
 
@@ -290,6 +294,8 @@ class Program:
             for batch in self.train:
                 self.record("train", epoch, batch.tolist(), self.accelerator.gradient_state.end_of_dataloader)
                 torch.rand(2), random.random(), np.random.rand(3)
+                if isinstance(self.datasets[0], OwnNoiseDataset):
+                    self.datasets[0].noise.random()  # training and reading share a generator
                 number += 1
                 if number == self.kind.break_after:
                     break

@@ -2,7 +2,7 @@
 
 import accelerate  # noqa: F401
 import safetensors.torch  # noqa: F401
-import torch  # noqa: F401
-import torch.distributed.checkpoint  # noqa: F401
+import torch
+import torch.distributed.checkpoint
 import torch.distributed.fsdp  # noqa: F401
 import transformers  # noqa: F401

@@ -517,5 +517,3 @@ def test_automatic_naming_neither_redirects_nor_deletes(tmp_path: Path) -> None:
         assert results["after"] == (True, 1, 0)
     assert precious.is_dir()
     assert read_manifest(tmp_path / "other" / "mine").step == 0
-
-

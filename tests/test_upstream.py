@@ -198,8 +198,14 @@ import torch.distributed as dist
 if sys.argv[1] == "repaired":
     from accel_fsdp_tools.upstream import let_gloo_finish_before_exit
     let_gloo_finish_before_exit()
+
+class Last:  # gives up the interpreter during the shutdown, as the destructors of a real program do now and then
+    def __del__(self, sleep=time.sleep):
+        sleep(0.3)
+
+last = Last()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-sys.setswitchinterval(1000)  # gloo's threads get the interpreter only when the main thread gives it up
+sys.setswitchinterval(1000)  # until then the main thread keeps it, and gloo's threads wait
 for _ in range(50):
     dist.all_reduce(torch.ones(1000), async_op=True)
 end = time.monotonic() + 0.3
@@ -208,13 +214,24 @@ while time.monotonic() < end:
 """
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("plain", -signal.SIGABRT), ("repaired", 0)])
-def test_exit_while_gloo_drops_its_tensors(tmp_path: Path, kind: str, expected: int) -> None:
-    script = tmp_path / "script.py"
+def _exit_with_gloo_at_work(folder: Path, kind: str) -> tuple[int, str]:
+    script = folder / "script.py"
     script.write_text(_EXIT_SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
         [sys.executable, str(script), kind], env=environment, capture_output=True, text=True, timeout=120
     )
-    assert process.returncode == expected, process.stderr
-    assert ("terminate called without an active exception" in process.stderr) == (expected != 0)
+    return process.returncode, process.stderr
+
+
+def test_plain_exit_aborts_while_gloo_drops_its_tensors(tmp_path: Path) -> None:
+    for _ in range(6):  # a race, lost about nine times in ten on an idle machine
+        code, errors = _exit_with_gloo_at_work(tmp_path, "plain")
+        if code != 0:
+            break
+    assert code == -signal.SIGABRT
+    assert "terminate called without an active exception" in errors
+
+
+def test_exit_waits_for_gloo_with_the_workaround(tmp_path: Path) -> None:
+    assert _exit_with_gloo_at_work(tmp_path, "repaired") == (0, "")

@@ -127,9 +127,7 @@ def build(setup: Setup, *, seed: int) -> Objects:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    model = build_tiny_llama(
-        vocab_size=VOCABULARY, num_layers=setup.num_layers, tie=setup.tie, attention_dropout=0.2
-    )
+    model = build_tiny_llama(vocab_size=VOCABULARY, num_layers=setup.num_layers, tie=setup.tie, attention_dropout=0.2)
     model.train()
     if setup.unused_parameter:
         with torch.random.fork_rng(devices=[]):
@@ -232,9 +230,7 @@ def train(
             for parameter in objects.model.parameters():
                 _local(parameter.data).add_(0.5)
     log = Log()
-    with Checkpointer(
-        accelerator, root, save_every=setup.save_every, keep_last=setup.keep_last
-    ) as checkpointer:
+    with Checkpointer(accelerator, root, save_every=setup.save_every, keep_last=setup.keep_last) as checkpointer:
         position = checkpointer.resume()
         log.position = position
 

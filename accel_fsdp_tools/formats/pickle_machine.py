@@ -300,7 +300,7 @@ class PickleMachine(PickleReader):
         self._stack.append(self._stack[-1])
 
     def _protocol(self) -> None:
-        protocol = self.take(1)[0]
+        protocol = self.take_byte()
         if protocol > _MAX_PROTOCOL:
             raise ValueError(f"protocol {protocol}")
 
@@ -308,7 +308,16 @@ class PickleMachine(PickleReader):
         if int.from_bytes(self.take(8), "little") > self.end - self.position:
             raise self.describe_damage("is cut off")
 
-    # -- plain values --------------------------------------------------------------------------------------------
+    # -- plain values (the frequent ones without a detour) ------------------------------------------------------------
+
+    def _byte(self) -> None:
+        self._stack.append(self.take_byte())
+
+    def _short_text(self) -> None:
+        self._stack.append(decode_text(self.take(self.take_byte())))
+
+    def _long_get(self) -> None:
+        self._get(decode_unsigned(self.take(4)))
 
     def _int_text(self) -> None:
         line = self.take_line()
@@ -339,7 +348,7 @@ _BY_OPCODE: dict[str, Handler] = {
     "L": _push(lambda m: parse_number(m.take_line().removesuffix(b"L"))),
     "F": _push(lambda m: float(m.take_line())),
     "J": _push(lambda m: decode_signed(m.take(4))),
-    "K": _push(lambda m: m.take(1)[0]),
+    "K": PickleMachine._byte,
     "M": _push(lambda m: decode_unsigned(m.take(2))),
     "G": _push(lambda m: decode_float(m.take(8))),
     "\x8a": _push(lambda m: decode_signed(m.take_sized(1))),
@@ -347,7 +356,7 @@ _BY_OPCODE: dict[str, Handler] = {
     # text and bytes (those of Python 2 are ASCII)
     "V": _push(lambda m: m.take_line().decode("raw-unicode-escape")),
     "X": _push(lambda m: decode_text(m.take_sized(4))),
-    "\x8c": _push(lambda m: decode_text(m.take_sized(1))),
+    "\x8c": PickleMachine._short_text,
     "\x8d": _push(lambda m: decode_text(m.take_sized(8))),
     "U": _push(lambda m: m.take_sized(1).decode("ascii")),
     "T": _push(lambda m: m.take_sized(4).decode("ascii")),
@@ -394,11 +403,11 @@ _BY_OPCODE: dict[str, Handler] = {
     "1": lambda m: m._discard_to_mark(),
     "2": PickleMachine._duplicate,
     "p": lambda m: m._put(parse_number(m.take_line())),
-    "q": lambda m: m._put(m.take(1)[0]),
+    "q": lambda m: m._put(m.take_byte()),
     "r": lambda m: m._put(decode_unsigned(m.take(4))),
     "g": lambda m: m._get(parse_number(m.take_line())),
-    "h": lambda m: m._get(m.take(1)[0]),
-    "j": lambda m: m._get(decode_unsigned(m.take(4))),
+    "h": lambda m: m._get(m.take_byte()),
+    "j": PickleMachine._long_get,
     "\x94": PickleMachine._memoize,
     "\x80": PickleMachine._protocol,
     "\x95": PickleMachine._frame,

@@ -37,6 +37,13 @@ class PickleReader:
         self.position = start + count
         return self.data[start : start + count]
 
+    def take_byte(self) -> int:
+        position = self.position
+        if position >= self.end:
+            raise self.describe_damage("is cut off")
+        self.position = position + 1
+        return self.data[position]
+
     def take_sized(self, size_bytes: int) -> bytes:
         return self.take(int.from_bytes(self.take(size_bytes), "little"))
 

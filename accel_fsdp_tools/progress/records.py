@@ -63,6 +63,7 @@ class LoaderProgress:
         kind: the kind of loader (`kinds.py`).
         exact: whether restoring this gives the uninterrupted run's batches; if not, `reason` says why.
         restorable: whether the position can be restored at all.
+        known: whether anybody counted: False for a loader that was used before it was followed.
         contract: the facts that must be the same on restore (`contract.py`).
         state: "idle" between passes, "running" in one, "exhausted" with the last batch of one in hand.
         epoch: passes ended: run to the end, or left by `break`.
@@ -92,6 +93,7 @@ class LoaderProgress:
     iteration: int
     reuses_workers: bool = False
     digest: int | None = None
+    known: bool = True
     moments: Mapping[str, Moment] = field(default_factory=dict)
     attributes: Mapping[str, AttributeStates] = field(default_factory=dict)
 
@@ -103,7 +105,8 @@ class LoaderProgress:
     @property
     def is_untouched(self) -> bool:
         """Whether nothing had been drawn from the loader: then there is nothing to restore."""
-        return self.state == "idle" and self.epoch == 0 and self.iteration == 0 and self.samples == 0
+        is_at_start = self.state == "idle" and self.epoch == 0 and self.iteration == 0 and self.samples == 0
+        return self.known and is_at_start
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tensors, for JSON."""
@@ -112,6 +115,7 @@ class LoaderProgress:
             "kind": self.kind,
             "exact": self.exact,
             "restorable": self.restorable,
+            "known": self.known,
             "reason": self.reason,
             "contract": dict(self.contract),
             "state": self.state,
@@ -164,6 +168,7 @@ class LoaderProgress:
             kind=reader.get("kind", str),
             exact=reader.get("exact", bool),
             restorable=restorable,
+            known=reader.get("known", bool),
             reason=reader.get("reason", str, optional=True),
             contract=reader.get("contract", dict),
             state=cast(PassState, state),

@@ -146,7 +146,10 @@ class DataTracker:
                 if strict:
                     raise
                 reason = error.message
-            saved.append(follower.capture(index, rng) if reason is None else follower.record(index, reason))
+            if reason is None:
+                saved.append(follower.capture(index, rng))
+            else:
+                saved.append(dataclasses.replace(follower.record(index, reason), known=False))
         return self._mark_several(saved)
 
     def _check_followed(self, index: int, follower: Follower) -> None:
