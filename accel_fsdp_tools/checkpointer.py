@@ -308,11 +308,16 @@ class Checkpointer:
         reach("prune.begin")
         if self._verify != "off":
             run_together("reading the new checkpoint back", lambda: _read_back(newest, self._verify))
-        run_on_main("pruning", lambda: [delete_checkpoint(path, get_run_id()) for path in condemned])
+        run_on_main("pruning", lambda: _delete_all(condemned, get_run_id()))
 
     def _choose_deletions(self) -> list[Path]:
         committed = [each for each in find_checkpoints(self.root) if each.manifest and _is_ours(each.path)]
         return [each.path for each in choose_deletions(committed, keep_last=self._keep_last)]
+
+
+def _delete_all(paths: list[Path], run_id: str) -> None:
+    for path in paths:
+        delete_checkpoint(path, run_id)
 
 
 def _is_ours(path: Path) -> bool:

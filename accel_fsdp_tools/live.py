@@ -87,7 +87,7 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
         class_name=get_class_name(inner),
         tensors=tuple(tensors.values()),
         ties=tuple(tuple(sorted(set(names))) for names in groups.values() if len(set(names)) > 1),
-        config=config.to_diff_dict() if hasattr(config, "to_diff_dict") else None,
+        config=None if config is None or not hasattr(config, "to_diff_dict") else config.to_diff_dict(),
         is_peft=hasattr(inner, "peft_config"),
     )
 

@@ -348,7 +348,9 @@ def _restore_rank_state(
             _derive_new_rank(states, findings)
         return
     for outcome in tracker.restore(state.loaders, strict=strict):
-        if outcome.status != "restored":
+        if outcome.status == "absent":
+            findings.absent["data"] = f"dataloader {outcome.index}: {outcome.reason}"
+        elif outcome.status == "approximate":
             findings.reasons["data"].append(f"dataloader {outcome.index}: {outcome.reason}")
     unused = state.rng.restore()
     if unused:

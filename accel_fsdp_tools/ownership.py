@@ -89,7 +89,7 @@ def is_alive(path: Path, *, stale_s: float = STALE_S) -> bool:
             process = psutil.Process(owner.process_id)
             if process.status() == psutil.STATUS_ZOMBIE:
                 return False
-            return abs(process.create_time() - owner.process_started) < 1.0
+            return bool(abs(process.create_time() - owner.process_started) < 1.0)
         return False
     return measure_age_s(path) < stale_s
 

@@ -56,7 +56,7 @@ class Outcome(Generic[T]):
 def _is_distributed() -> bool:
     import torch.distributed as dist
 
-    return dist.is_available() and dist.is_initialized()
+    return bool(dist.is_available() and dist.is_initialized())
 
 
 def get_rank() -> int:
