@@ -22,7 +22,7 @@ PACKAGE = ROOT / "accel_fsdp_tools"
 # one module and may do inside as it likes. New modules are added here, as low as they can be.
 LAYERS: list[set[str]] = [
     {"errors", "phases"},
-    {"ranks", "files", "layout", "retention", "upstream"},
+    {"extents", "ranks", "files", "layout", "retention", "upstream"},
     {"formats"},
     {"rng", "manifest", "ownership"},
     {"progress", "commit", "report"},
