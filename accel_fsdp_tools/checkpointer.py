@@ -253,7 +253,8 @@ class Checkpointer:
         Returns:
             The checkpoint's path if one was saved.
         """
-        self._metrics = {**(metrics or {}), **({} if loss is None else {"loss": loss})}
+        given = {**(metrics or {}), **({} if loss is None else {"loss": loss})}
+        self._metrics = {name: value.detach() if hasattr(value, "detach") else value for name, value in given.items()}
         if not self._accelerator.sync_gradients:
             return None
         self._step += 1

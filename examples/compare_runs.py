@@ -148,7 +148,7 @@ def draw(reference: Run, other: Run, path: Path, identical: bool) -> None:
         start = "started" if attempt.first_step == 0 else f"resumed from step {attempt.first_step}"
         label = start if killed_at is None else f"{start}, killed at step {killed_at}"
         handles.append(plt.Line2D([], [], **style, label=label))
-    top.legend(handles=handles, frameon=False, loc="upper right")
+    top.legend(handles=handles, loc="upper right", facecolor="white", edgecolor="none", framealpha=1)
     for killed_at, resumed_from in breaks:
         where = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "bottom"}
         top.annotate("SIGKILL", (killed_at, 0.02), xytext=(5, 0), color=red, weight="bold", **where)

@@ -67,6 +67,8 @@ def parse_args() -> argparse.Namespace:
         "--kill-at-step", type=int, help="kill all ranks (SIGKILL) at this step of a run that started fresh"
     )
     args = parser.parse_args()
+    if args.kill_at_step is not None and args.kill_at_step <= args.save_every:
+        parser.error("--kill-at-step must be greater than --save-every: with no checkpoint the next run starts fresh")
     args.lr = args.lr or (1e-4 if args.model == "smollm2" else 1e-2)
     return args
 

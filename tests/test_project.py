@@ -23,7 +23,7 @@ PACKAGE = ROOT / "accel_fsdp_tools"
 LAYERS: list[set[str]] = [
     {"errors", "phases"},
     {"extents", "names", "ranks", "files", "layout", "retention", "upstream"},
-    {"formats"},
+    {"formats", "weighted_sums"},
     {"fingerprint", "rng", "manifest", "ownership"},
     {"progress", "commit", "report"},
     {"rank_state"},

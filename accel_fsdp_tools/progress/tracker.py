@@ -207,13 +207,14 @@ class DataTracker:
 
         Args:
             saved: this rank's records, as `capture` returned them.
-            strict: raise unless every loader goes on exactly. Otherwise the outcomes say what is not exact.
+            strict: raise unless every loader goes on where it was. What is approximate then, such as random numbers
+                drawn in workers, the outcomes say; without it, also which loaders begin their pass anew.
 
         Returns:
             One outcome per saved loader.
 
         Raises:
-            DataProgressError: (strict) something cannot be restored exactly; no loader was changed.
+            DataProgressError: (strict) a position cannot be restored; no loader was changed.
         """
         followers = self._get_followers()
         problems = self.check(saved)
@@ -225,11 +226,11 @@ class DataTracker:
                 reasons[number] = reason
                 if num_known == 0:  # else `check` has said it
                     problems.append(f"loader {item.index}: {reason}")
-            elif not item.exact and not item.is_untouched:
+            elif not item.restorable and not item.is_untouched:
                 problems.append(f"loader {item.index} ({item.kind}): {item.reason}")
         if problems and strict:
             raise DataProgressError(
-                "the data progress of this checkpoint cannot be restored exactly: "
+                "the data progress of this checkpoint cannot be restored: "
                 + "; ".join(problems)
                 + ". Nothing was changed. Pass strict=False to go on as far as it can be.",
                 actual=problems,
