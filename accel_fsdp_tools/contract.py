@@ -124,15 +124,18 @@ def check_boundary(accelerator: Accelerator) -> None:
         )
 
 
-def check_not_stepped(accelerator: Accelerator) -> None:
+def check_not_stepped(accelerator: Accelerator, num_updates: int | None) -> None:
     """Make sure that no optimizer has made an update since it was built.
+
+    Args:
+        num_updates: as far as they were counted. An optimizer without state (plain SGD) shows them in no other way.
 
     Raises:
         CallOrderError: one has.
     """
     for index, optimizer in enumerate(accelerator._optimizers):
         raw = get_raw_optimizer(optimizer)
-        if raw.state:
+        if raw.state or num_updates:
             raise CallOrderError(
                 f"Optimizer {index} ({type(raw).__name__}) has made updates already: loading now would discard "
                 "training. Call load_state or Checkpointer.resume() after prepare and before the first step. To go "

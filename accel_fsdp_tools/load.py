@@ -25,6 +25,7 @@ from .live import is_fsdp
 from .manifest import DIRECTORY, STATES, Manifest, has_manifest, read_manifest
 from .optimizer_io import load_optimizer
 from .progress import track as track_loaders
+from .rank_objects import read_rank_objects
 from .rank_state import RankState, read_rank_state
 from .ranks import gather_all, get_rank, get_world_size, run_on_main, run_together, wait_for_ranks
 from .report import LoadReport, StateOutcome, Status
@@ -105,6 +106,10 @@ def load_state(
         lambda: _read_rank_state(accelerator, directory, manifest, strict, findings),
     )
     _load_with_accelerate(accelerator, directory, manifest, kind, findings)
+    if manifest is not None:
+        run_together(
+            "restoring registered objects", lambda: _restore_objects(accelerator, directory, manifest, findings)
+        )
     run_together(
         "restoring RNG and data progress",
         lambda: _restore_rank_state(accelerator, manifest, states, strict, findings),
@@ -122,7 +127,7 @@ def _check_before(accelerator: Accelerator, directory: Path, verify: str, allow_
         raise UsageError(f"verify is {verify!r}; use one of {', '.join(VERIFY_MODES)}", actual=verify)
     contract.check_setup(accelerator)
     if not allow_after_step:
-        contract.check_not_stepped(accelerator)
+        contract.check_not_stepped(accelerator, follow_steps(accelerator).count)
     check_is_checkpoint(directory)
     track_loaders(accelerator)
 
@@ -331,6 +336,17 @@ def _note_stateless(
         findings.notes.append(
             f"optimizer {index}: {len(fresh)} trainable parameter(s) had no state when saved (they never got a "
             f"gradient) and start without: {', '.join(fresh[:5])}"
+        )
+
+
+def _restore_objects(accelerator: Accelerator, directory: Path, manifest: Manifest, findings: _Findings) -> None:
+    """Give this rank the registered objects' states that differed from rank 0's, which Accelerate has loaded."""
+    for index, state in read_rank_objects(directory / DIRECTORY, get_rank()).items():
+        accelerator._custom_objects[index].load_state_dict(state)
+    if get_world_size() > 1:
+        findings.reasons["model"].extend(
+            f"registered object {index} {problem}, so it cannot be compared between ranks: all have rank 0's value"
+            for index, problem in manifest.states["model"].get("opaque_objects", {}).items()
         )
 
 

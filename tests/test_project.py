@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"formats", "weighted_sums"},
     {"fingerprint", "rng", "manifest", "ownership"},
     {"progress", "commit", "report"},
-    {"rank_state"},
+    {"rank_state", "rank_objects"},
     {"live"},
     {"contract", "delegate", "optimizer_io", "steps"},
     {"tracking", "save", "load"},
