@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from .checkpointer import Checkpointer, Position
     from .cpu_fsdp import enable_cpu_fsdp
     from .load import load_state
+    from .opening import open_checkpoint
     from .report import LoadReport
     from .save import save_state
     from .tracking import track
+    from .verify import verify_checkpoint
+    from .verify_live import verify_model
 
 __version__ = "0.1.0"
 
@@ -25,8 +28,11 @@ _HOMES = {
     "enable_cpu_fsdp": "cpu_fsdp",
     "errors": "errors",
     "load_state": "load",
+    "open_checkpoint": "opening",
     "save_state": "save",
     "track": "tracking",
+    "verify_checkpoint": "verify",
+    "verify_model": "verify_live",
 }
 
 __all__ = [
@@ -37,8 +43,11 @@ __all__ = [
     "enable_cpu_fsdp",
     "errors",
     "load_state",
+    "open_checkpoint",
     "save_state",
     "track",
+    "verify_checkpoint",
+    "verify_model",
 ]
 
 

@@ -78,7 +78,7 @@ class VerifyReport:
             for finding in self.findings:
                 if finding.severity is severity:
                     where = f" (rank {finding.rank})" if finding.rank is not None else ""
-                    lines.append(f"  {severity.value:<8}{finding.code:<12}{finding.message}{where}")
+                    lines.append(f"  {severity.value:<8}{finding.code:<12} {finding.message}{where}")
         if self.omitted:
             lines.append(f"  ... and {self.omitted} more")
         return "\n".join(lines)

@@ -73,7 +73,7 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
                 tensors[name] = TensorFacts(name, first.dtype, first.shape, first.requires_grad, "parameter")
                 flat_names.add(name)
                 groups.setdefault(hash(primary), [primary]).append(name)
-    for raw_name, parameter in model.named_parameters(remove_duplicate=False):
+    for raw_name, parameter in iterate_parameters(model):
         name = clean_fqn(raw_name)
         if name in flat_names or hasattr(parameter, "_fqns"):
             continue
@@ -90,6 +90,25 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
         config=None if config is None or not hasattr(config, "to_diff_dict") else config.to_diff_dict(),
         is_peft=hasattr(inner, "peft_config"),
     )
+
+
+def iterate_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield every parameter under each of its names, as the optimizer knows it.
+
+    Between a forward and its backward FSDP2 registers gathered parameters in place of the shards (and leaves the
+    root's there after a forward in evaluation); the shards are what is trained and saved.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for each in group.fsdp_params:
+                    if getattr(each, "_unsharded_param", None) is not None:
+                        sharded[id(each._unsharded_param)] = each.sharded_param
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, sharded.get(id(parameter), parameter)
 
 
 def _join(prefix: str, name: str) -> str:
@@ -153,7 +172,7 @@ def describe_optimizers(accelerator: Accelerator) -> tuple[OptimizerFacts, ...]:
     owners: dict[int, int] = {}
     names: dict[int, list[str]] = {}
     for index, model in enumerate(accelerator._models):
-        for name, parameter in model.named_parameters():
+        for name, parameter in iterate_parameters(model):
             owners.setdefault(id(parameter), index)
             names.setdefault(id(parameter), _get_original_names(name, parameter))
     facts = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,30 +21,23 @@ from .errors import (
 from .files import check_files, list_files
 from .formats.scan import scan_checkpoint
 from .live import is_fsdp
-from .manifest import DIRECTORY, STATES, Manifest, has_manifest, read_manifest
+from .load_notes import LoadNotes, build_report
+from .manifest import DIRECTORY, Manifest, has_manifest, read_manifest
 from .optimizer_io import load_optimizer
 from .progress import track as track_loaders
 from .rank_objects import read_rank_objects
 from .rank_state import RankState, read_rank_state
-from .ranks import gather_all, get_rank, get_world_size, run_on_main, run_together, wait_for_ranks
-from .report import LoadReport, StateOutcome, Status
+from .ranks import get_rank, get_world_size, run_on_main, run_together, wait_for_ranks
+from .report import LoadReport
 from .rng import derive
 from .steps import follow_steps
+from .verify_live import require_verified, verify_model
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-VERIFY_MODES = ("auto", "size", "off")
-
-
-@dataclass
-class _Findings:
-    """What the stages of one load have found out so far, per state."""
-
-    reasons: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in STATES})
-    absent: dict[str, str] = field(default_factory=dict)
-    details: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+VERIFY_MODES = ("auto", "full", "fingerprint", "sample", "files", "size", "off")
+_AFTER_LOAD = ("auto", "full", "fingerprint", "sample")  # compare memory too; all of these check the files' sums before
 
 
 def load_state(
@@ -70,7 +62,9 @@ def load_state(
     Args:
         accelerator: with the same objects prepared, in the same order, as at the save; no update made yet.
         input_dir: the checkpoint's directory, the same on every rank.
-        verify: "auto" checks sizes and checksums, "size" sizes and presence only, "off" neither.
+        verify: before the load, all but "size" (sizes and presence only) and "off" check every file's checksum.
+            After it, "auto", "full", "fingerprint" and "sample" compare what is in memory, as `verify_model` does;
+            "files", "size" and "off" don't.
         strict: raise where a piece is missing or cannot be restored exactly because the run differs; False goes on
             with what can be restored and says in the report what is not exact.
         allow_after_step: go back to a checkpoint although updates have been made.
@@ -94,7 +88,7 @@ def load_state(
     manifest = found[get_rank()]
     _check_same_view(directory, found)
     kind = run_together("looking at the files", lambda: layout.detect_state_dict_type(directory))[get_rank()]
-    findings = _Findings()
+    findings = LoadNotes()
     run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, strict, findings))
     run_together("checking the files", lambda: _check_files(directory, manifest, verify, findings))
     run_together(
@@ -106,6 +100,8 @@ def load_state(
         lambda: _read_rank_state(accelerator, directory, manifest, strict, findings),
     )
     _load_with_accelerate(accelerator, directory, manifest, kind, findings)
+    if verify in _AFTER_LOAD:
+        _verify_memory(accelerator, directory, verify, findings)
     if manifest is not None:
         run_together(
             "restoring registered objects", lambda: _restore_objects(accelerator, directory, manifest, findings)
@@ -114,7 +110,7 @@ def load_state(
         "restoring RNG and data progress",
         lambda: _restore_rank_state(accelerator, manifest, states, strict, findings),
     )
-    return _report(accelerator, directory, manifest, findings)
+    return build_report(accelerator, directory, manifest, findings)
 
 
 def _recover(directory: Path) -> None:
@@ -187,7 +183,7 @@ def _compare(
     manifest: Manifest | None,
     kind: str | None,
     strict: bool,
-    findings: _Findings,
+    findings: LoadNotes,
 ) -> None:
     if (kind is not None) != is_fsdp(accelerator):
         saved, live = ("with", "without") if kind is not None else ("without", "with")
@@ -211,7 +207,7 @@ def _compare(
 
 
 def _note_adaptations(
-    accelerator: Accelerator, manifest: Manifest | None, kind: str | None, findings: _Findings
+    accelerator: Accelerator, manifest: Manifest | None, kind: str | None, findings: LoadNotes
 ) -> None:
     plugin = accelerator.state.fsdp_plugin if kind is not None else None
     if plugin is None:
@@ -227,11 +223,11 @@ def _note_adaptations(
         )
 
 
-def _check_files(directory: Path, manifest: Manifest | None, verify: str, findings: _Findings) -> None:
+def _check_files(directory: Path, manifest: Manifest | None, verify: str, findings: LoadNotes) -> None:
     if verify == "off" or manifest is None:
         return
     rank, world_size = get_rank(), get_world_size()
-    check_files(directory, manifest.files[rank::world_size], checksums=verify == "auto")
+    check_files(directory, manifest.files[rank::world_size], checksums=verify != "size")
     if rank == 0:
         listed = {file.path for file in manifest.files}
         extra = [name for name in list_files(directory) if name not in listed and name != f"{DIRECTORY}/manifest.json"]
@@ -240,7 +236,7 @@ def _check_files(directory: Path, manifest: Manifest | None, verify: str, findin
 
 
 def _read_rank_state(
-    accelerator: Accelerator, directory: Path, manifest: Manifest | None, strict: bool, findings: _Findings
+    accelerator: Accelerator, directory: Path, manifest: Manifest | None, strict: bool, findings: LoadNotes
 ) -> RankState | None:
     """Read this rank's generators and loaders, or None if they are absent and that is acceptable."""
     rank = accelerator.process_index
@@ -267,7 +263,7 @@ def _read_rank_state(
     return state
 
 
-def _check_foreign_rng(directory: Path, rank: int, findings: _Findings) -> None:
+def _check_foreign_rng(directory: Path, rank: int, findings: LoadNotes) -> None:
     if (directory / f"random_states_{rank}.pkl").exists():
         findings.reasons["rng"].append(
             "restored by Accelerate from its own file; without a manifest nothing tells whether it is whole"
@@ -299,7 +295,7 @@ def _load_with_accelerate(
     directory: Path,
     manifest: Manifest | None,
     kind: str | None,
-    findings: _Findings,
+    findings: LoadNotes,
 ) -> None:
     counter = follow_steps(accelerator)
 
@@ -325,8 +321,16 @@ def _load_with_accelerate(
         accelerator.project_configuration.iteration = int(manifest.accelerate.get("save_iteration", 0))
 
 
+def _verify_memory(accelerator: Accelerator, directory: Path, verify: str, findings: LoadNotes) -> None:
+    """Compare what was loaded with what was saved; raise on every rank if it differs."""
+    report = verify_model(accelerator, directory, mode=verify)
+    require_verified(report)
+    counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
+    findings.notes.append(f"memory was compared with the checkpoint ({report.mode}: {counts})")
+
+
 def _note_stateless(
-    index: int, fresh: list[str], unexpected: list[str], has_manifest: bool, findings: _Findings
+    index: int, fresh: list[str], unexpected: list[str], has_manifest: bool, findings: LoadNotes
 ) -> None:
     if unexpected and has_manifest:
         findings.reasons["optimizer"].append(
@@ -339,8 +343,13 @@ def _note_stateless(
         )
 
 
-def _restore_objects(accelerator: Accelerator, directory: Path, manifest: Manifest, findings: _Findings) -> None:
+def _restore_objects(accelerator: Accelerator, directory: Path, manifest: Manifest, findings: LoadNotes) -> None:
     """Give this rank the registered objects' states that differed from rank 0's, which Accelerate has loaded."""
+    divergent = manifest.states["model"].get("divergent", [])
+    if divergent:
+        findings.reasons["model"].append(
+            f"{len(divergent)} tensor(s) differed between ranks at the save ({divergent[0]}, ...): all have rank 0's"
+        )
     for index, state in read_rank_objects(directory / DIRECTORY, get_rank()).items():
         accelerator._custom_objects[index].load_state_dict(state)
     if get_world_size() > 1:
@@ -355,7 +364,7 @@ def _restore_rank_state(
     manifest: Manifest | None,
     states: list[RankState | None],
     strict: bool,
-    findings: _Findings,
+    findings: LoadNotes,
 ) -> None:
     state = states[get_rank()]
     tracker = track_loaders(accelerator)
@@ -373,7 +382,7 @@ def _restore_rank_state(
         findings.notes.append(f"saved generators of {', '.join(unused)} are not used: there is no such device here")
 
 
-def _derive_new_rank(states: list[RankState | None], findings: _Findings) -> None:
+def _derive_new_rank(states: list[RankState | None], findings: LoadNotes) -> None:
     """Give a rank that did not exist at the save generators of its own, the same at every such resume."""
     rank = get_rank()
     known = next((state for state in states if state is not None), None)
@@ -383,35 +392,3 @@ def _derive_new_rank(states: list[RankState | None], findings: _Findings) -> Non
         derive(known.rng, rank).restore()
         findings.reasons["rng"].append(f"rank {rank} did not exist at the save: derived from rank 0's generators")
     findings.absent["data"] = f"rank {rank} did not exist at the save"
-
-
-def _report(accelerator: Accelerator, directory: Path, manifest: Manifest | None, findings: _Findings) -> LoadReport:
-    everyone = gather_all(findings)
-    counts = {
-        "model": len(accelerator._models),
-        "optimizer": len(accelerator._optimizers),
-        "scheduler": len(accelerator._schedulers),
-        "rng": get_world_size(),
-        "data": len(accelerator._dataloaders),
-    }
-    labels = {"rng": "rank", "data": "dataloader"}
-    states = {}
-    for name in STATES:
-        reasons = list(dict.fromkeys(reason for each in everyone for reason in each.reasons[name]))
-        absent = list(dict.fromkeys(each.absent[name] for each in everyone if name in each.absent))
-        if absent:
-            states[name] = StateOutcome(Status.ABSENT, "", tuple(absent + reasons))
-        elif counts[name] == 0:
-            states[name] = StateOutcome(Status.NOT_USED)
-        else:
-            status = Status.APPROXIMATE if reasons else Status.RESTORED
-            states[name] = StateOutcome(status, f"{counts[name]} {labels.get(name, name)}(s)", tuple(reasons))
-    notes = list(dict.fromkeys(note for each in everyone for note in each.notes))
-    return LoadReport(
-        path=str(directory),
-        step=-1 if manifest is None else manifest.step,
-        epoch=0 if manifest is None else manifest.epoch,
-        states=states,
-        notes=tuple(notes),
-        has_manifest=manifest is not None,
-    )

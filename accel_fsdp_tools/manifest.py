@@ -33,6 +33,7 @@ class TensorFacts:
     shape: tuple[int, ...]
     requires_grad: bool
     kind: str  # "parameter" or "buffer"
+    fingerprint: str | None = None  # of the values in memory when it was saved; None where copies differed
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class OptimizerFacts:
     model_index: int
     stateless: tuple[str, ...] = ()  # trainable parameters that had no state yet (never got a gradient)
     is_empty: bool = False  # no state at all: no update had been made
+    fingerprints: Mapping[str, str] = field(default_factory=dict)  # of states and options, by name
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from . import layout
 from .errors import MismatchError
 from .formats.dcp import read_dcp_metadata
-from .live import clean_fqn, describe_model, get_raw_optimizer
+from .live import clean_fqn, describe_model, get_raw_optimizer, iterate_parameters
 from .ranks import get_rank, run_on_main
 
 if TYPE_CHECKING:
@@ -64,9 +64,14 @@ def _get_saved_parameters(directory: Path) -> set[str]:
 
 
 def _get_names(model: torch.nn.Module, raw: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's parameters by name."""
-    mine = {id(parameter) for group in raw.param_groups for parameter in group["params"]}
-    return {clean_fqn(name): parameter for name, parameter in model.named_parameters() if id(parameter) in mine}
+    """Return the optimizer's parameters by name; a tied one by its first."""
+    waiting = {id(parameter) for group in raw.param_groups for parameter in group["params"]}
+    names = {}
+    for name, parameter in iterate_parameters(model):
+        if id(parameter) in waiting:
+            waiting.remove(id(parameter))
+            names[clean_fqn(name)] = parameter
+    return names
 
 
 def _load_sharded_fsdp2(plugin: Any, model: torch.nn.Module, raw: torch.optim.Optimizer, path: Path) -> list[str]:

@@ -12,6 +12,7 @@ POINTS: Final[tuple[str, ...]] = (
     "save.begin",
     "save.staged",
     "save.delegated",
+    "save.fingerprints",
     "save.rng",
     "save.progress",
     "save.synced",

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import platform
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +15,8 @@ from .commit import OWNER_NAME, Staging, check_target, commit_staging, discard_s
 from .delegate import save_with_accelerate
 from .errors import StorageError, UsageError
 from .files import FileFacts, list_files, seal_files
-from .live import describe_optimizers, describe_topology
-from .manifest import DIRECTORY, Lineage, Manifest, OptimizerFacts, write_manifest
+from .inventory import build_manifest, take_inventory
+from .manifest import DIRECTORY, Lineage, Manifest, write_manifest
 from .ownership import read_owner
 from .phases import reach
 from .progress import track as track_loaders
@@ -41,6 +38,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from .progress import LoaderProgress
+
+logger = logging.getLogger(__name__)
 
 _VISIBILITY_S = 30.0  # network file systems may show another node's files late
 _run_id: str | None = None
@@ -131,33 +130,28 @@ def write_checkpoint(
         run_together("looking for the shared storage", lambda: _check_shared(staging))
         reach("save.staged")
         rng = RngSnapshot.capture()
-        with counter.paused(), _unchanged(rng), _sync_later(staging.partial):
+        with counter.paused(), _unchanged(rng):
             run_together("saving with Accelerate", lambda: save_with_accelerate(accelerator, staging.partial))
         reach("save.delegated")
+        inventory = take_inventory(accelerator)
+        reach("save.fingerprints")
         objects, opaque = _compare_objects(accelerator)
         written = run_together(
             "writing RNG and data progress", lambda: _write_rank_state(accelerator, staging, rng, loaders, objects)
         )
         files = _seal(staging, [name for names in written for name in names])
         reach("save.checksums")
-        optimizers = _merge_optimizers(gather_all(describe_optimizers(accelerator)))
-        run_on_main(
-            "committing",
-            lambda: _commit(
-                staging,
-                _describe(
-                    accelerator,
-                    files,
-                    optimizers,
-                    lineage=lineage,
-                    step=step if step is not None else counter.count,
-                    epoch=epoch if epoch is not None else max((each.epoch for each in loaders), default=0),
-                    loaders=loaders,
-                    opaque=opaque,
-                    extra=extra or {},
-                ),
-            ),
+        manifest = build_manifest(
+            accelerator,
+            inventory,
+            files,
+            lineage=lineage,
+            step=step if step is not None else counter.count,
+            epoch=epoch if epoch is not None else max((each.epoch for each in loaders), default=0),
+            opaque_objects=opaque,
+            extra=extra or {},
         )
+        run_on_main("committing", lambda: _commit(staging, manifest))
     except BaseException:
         if get_rank() == 0:
             discard_staging(staging)
@@ -173,32 +167,6 @@ def _unchanged(rng: RngSnapshot) -> Iterator[None]:
         yield
     finally:
         rng.restore()
-
-
-@contextlib.contextmanager
-def _sync_later(directory: Path) -> Iterator[None]:
-    """Keep DCP from waiting for the storage after each file that it writes below `directory`.
-
-    `seal_files` makes every file of the checkpoint durable before there is a manifest, all of them at once and with
-    the checksums computed meanwhile. DCP's own syncs, the model's before the optimizer's is written, would only keep
-    processor and storage waiting for each other in turns. Writers to other places are as before. Should Accelerate
-    come to its writer in another way, nothing but the time saved is lost.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    original: Any = dcp.FileSystemWriter
-
-    class Writer(original):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            if Path(self.path).absolute().is_relative_to(directory):
-                self.sync_files = False
-
-    dcp.FileSystemWriter = Writer
-    try:
-        yield
-    finally:
-        dcp.FileSystemWriter = original
 
 
 def _check_before(
@@ -333,75 +301,3 @@ def _commit(staging: Staging, manifest: Manifest) -> None:
     write_manifest(staging.partial, manifest)
     reach("save.manifest")
     commit_staging(staging)
-
-
-def _describe(
-    accelerator: Accelerator,
-    files: tuple[FileFacts, ...],
-    optimizers: tuple[OptimizerFacts, ...],
-    *,
-    lineage: Lineage,
-    step: int | None,
-    epoch: int,
-    loaders: list[LoaderProgress],
-    opaque: dict[str, str],
-    extra: Mapping[str, Any],
-) -> Manifest:
-    return Manifest(
-        created_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        step=-1 if step is None else step,
-        epoch=epoch,
-        lineage=lineage,
-        topology=describe_topology(accelerator),
-        versions=_get_versions(),
-        states=_take_inventory(accelerator, loaders, opaque),
-        files=files,
-        models=contract.describe_models(accelerator),
-        optimizers=optimizers,
-        num_schedulers=len(accelerator._schedulers),
-        num_dataloaders=len(accelerator._dataloaders),
-        num_custom_objects=len(accelerator._custom_objects),
-        accelerate={
-            "step": accelerator.step,
-            "save_iteration": accelerator.save_iteration,
-            "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
-            "has_scaler": accelerator.scaler is not None,
-        },
-        extra=extra,
-    )
-
-
-def _merge_optimizers(ranks: list[tuple[OptimizerFacts, ...]]) -> tuple[OptimizerFacts, ...]:
-    """Combine what the ranks know: under FSDP1 each sees the state of the parameters that it has a piece of."""
-    return tuple(
-        dataclasses.replace(
-            parts[0],
-            stateless=tuple(sorted({name for part in parts for name in part.stateless})),
-            is_empty=all(part.is_empty for part in parts),
-        )
-        for parts in zip(*ranks, strict=True)
-    )
-
-
-def _take_inventory(accelerator: Accelerator, loaders: list[LoaderProgress], opaque: dict[str, str]) -> dict[str, Any]:
-    return {
-        "model": {
-            "count": len(accelerator._models),
-            "custom_objects": len(accelerator._custom_objects),
-            "opaque_objects": opaque,
-        },
-        "optimizer": {"count": len(accelerator._optimizers)},
-        "scheduler": {"count": len(accelerator._schedulers)},
-        "rng": {"num_ranks": accelerator.num_processes},
-        "data": {"count": len(loaders)},
-    }
-
-
-def _get_versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in ("accel-fsdp-tools", "torch", "accelerate", "transformers", "numpy"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed as a package"
-    return versions

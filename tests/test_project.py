@@ -21,19 +21,20 @@ PACKAGE = ROOT / "accel_fsdp_tools"
 # From the bottom to the top; a module imports only from lower layers (docs/design.md, section 3). A package counts as
 # one module and may do inside as it likes. New modules are added here, as low as they can be.
 LAYERS: list[set[str]] = [
-    {"errors", "findings", "phases"},
+    {"crc", "errors", "findings", "phases"},
     {"extents", "names", "ranks", "files", "layout", "retention", "upstream"},
     {"formats", "weighted_sums"},
     {"fingerprint", "rng", "manifest", "ownership"},
     {"progress", "commit", "report"},
-    {"rank_state", "rank_objects"},
+    {"rank_state", "rank_objects", "verify"},
     {"live"},
     {"contract", "delegate", "optimizer_io", "steps"},
     {"tracking", "save", "load"},
     {"checkpointer", "cpu_fsdp"},
+    {"cli"},
 ]
-# `report` is vocabulary for the mechanisms above it; everything below `live` starts without torch.
-WITHOUT_TORCH = set[str]().union(*LAYERS[: LAYERS.index({"live"})])
+# `report` is vocabulary for the mechanisms above it; everything below `live` starts without torch, as does `--help`.
+WITHOUT_TORCH = {"cli"}.union(*LAYERS[: LAYERS.index({"live"})])
 
 
 def _find_modules() -> dict[str, list[Path]]:
@@ -42,7 +43,8 @@ def _find_modules() -> dict[str, list[Path]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         if parts != ("__init__",):
-            modules.setdefault(parts[0], []).append(path)
+            # `python -m accel_fsdp_tools.<command>` is a command of the command line, wherever the file has to lie.
+            modules.setdefault("cli" if parts[-1] == "__main__" else parts[0], []).append(path)
     return modules
 
 

@@ -460,6 +460,31 @@ def test_an_untracked_loader_is_an_error_and_then_absent(tmp_path: Path) -> None
     assert report.rng.status == "restored"
 
 
+def _save_after_evaluation(path: str, setup: Setup) -> tuple[str, str]:
+    import torch
+
+    from accel_fsdp_tools import save_state, track
+
+    objects = build(setup, seed=1)
+    track(objects.accelerator)
+    _train_a_little(objects)
+    objects.model.eval()
+    with torch.no_grad():
+        objects.model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+    save_state(objects.accelerator, path)
+    return _digests(objects)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_save_right_after_an_evaluation(tmp_path: Path, version: int) -> None:
+    # FSDP2 leaves gathered parameters registered then, in the place of the shards that the optimizer knows.
+    setup = Setup(num_items=24, accumulation=1, fsdp_version=version)
+    saved = run_ranks(_save_after_evaluation, str(tmp_path / "c"), setup, folder=tmp_path / "r0")
+    loaded = run_ranks(_load, str(tmp_path / "c"), setup, folder=tmp_path / "r1")
+    assert [digests for digests, _ in loaded] == saved
+    assert loaded[0][1].exact
+
+
 def _save_before_the_first_update(path: str) -> tuple[Any, Any]:
     from accel_fsdp_tools import Checkpointer
 

@@ -1,0 +1,282 @@
+"""Fingerprints of what is in memory now, over all ranks: one per tensor, whatever the sharding.
+
+Each rank sums over what it holds (`shards`, `optimizer_shards`); `rank_sums` adds up and compares copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import UnsupportedError
+from .extents import DTYPE_SIZES, count_elements
+from .fingerprint import Fingerprint, combine, fingerprint_tensor, fingerprint_value
+from .live import get_raw_optimizer
+from .optimizer_shards import describe_parameter_groups, iterate_optimizer_parameters, iterate_optimizer_shards
+from .rank_sums import Entry, Indices, Key, RankMismatchError, add_up, list_indices
+from .ranks import gather_all, run_together
+from .shards import WHOLE, Layout, LocalShard, iterate_local_shards
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+
+class ReplicaDivergenceError(RankMismatchError):
+    """Ranks that should hold copies of the same values hold different ones.
+
+    Facts: `fqn` and `ranks` of the first tensor (the ranks that differ from the majority), and `divergences`, all.
+    """
+
+    ranks: tuple[int, ...] = ()
+    divergences: tuple[Divergence, ...] = ()
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One tensor whose copies differ: which ranks don't have what most have, and what each distinct copy is."""
+
+    name: str
+    ranks: tuple[int, ...]
+    copies: Mapping[str, tuple[int, ...]]  # fingerprint of a copy -> the ranks that hold it
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The fingerprints by name; a tensor among `divergences` has none."""
+
+    fingerprints: Mapping[str, Fingerprint]
+    divergences: tuple[Divergence, ...] = ()
+
+    def require_equal_copies(self) -> Mapping[str, Fingerprint]:
+        """Return the fingerprints.
+
+        Raises:
+            ReplicaDivergenceError: copies of a tensor differ between ranks.
+        """
+        if not self.divergences:
+            return self.fingerprints
+        first = self.divergences[0]
+        more = f" and {len(self.divergences) - 1} other(s)" if len(self.divergences) > 1 else ""
+        raise ReplicaDivergenceError(
+            f"{first.name}{more} differ(s) between ranks that should hold copies: rank(s) "
+            f"{', '.join(map(str, first.ranks))} have other values than the rest. A checkpoint keeps one copy. Make "
+            "them equal (broadcast from rank 0), or find out what changed them on some ranks only.",
+            fqn=first.name,
+            ranks=first.ranks,
+            divergences=self.divergences,
+        )
+
+
+@dataclass(frozen=True)
+class LiveFingerprints:
+    """Of all prepared models and optimizers, in Accelerate's order."""
+
+    models: tuple[Mapping[str, Fingerprint], ...]
+    optimizers: tuple[Mapping[str, Fingerprint], ...]
+
+
+def fingerprint_accelerator(accelerator: Accelerator) -> LiveFingerprints:
+    """Return the fingerprints of every model and optimizer that was prepared. See `fingerprint_model`. Collective."""
+    pairs = zip(accelerator._models, accelerator._optimizers, strict=False)
+    return LiveFingerprints(
+        models=tuple(fingerprint_model(model) for model in accelerator._models),
+        optimizers=tuple(fingerprint_optimizer(model, optimizer) for model, optimizer in pairs),
+    )
+
+
+def fingerprint_model(model: torch.nn.Module) -> Mapping[str, Fingerprint]:
+    """Return the fingerprint of every parameter and persistent buffer, the same on every rank.
+
+    Tied parameters appear under each of their names. The result depends on the values only: not on the number of
+    ranks, the version of FSDP, or the way of sharding.
+
+    Collective. Time: one pass over local memory, and two reductions of some 100 bytes per tensor. Peak memory: that
+    of `fingerprint_tensor`.
+
+    Raises:
+        ReplicaDivergenceError: copies of a tensor differ between ranks.
+        RankMismatchError: the ranks hold different tensors, or parts that don't make up the whole.
+        UnsupportedError: a tensor's local share cannot be told.
+    """
+    return measure_model(model).require_equal_copies()
+
+
+def measure_model(model: torch.nn.Module) -> Measured:
+    """Return what `fingerprint_model` does, with a list of differing copies instead of an error. Collective."""
+
+    def sum_locally() -> _Local:
+        shards = list(iterate_local_shards(model))
+        return _Local({shard.fqn: shard.aliases for shard in shards}, map(_make_entry, shards))
+
+    return _measure("fingerprinting the model", sum_locally, lambda key: key[0])
+
+
+def fingerprint_optimizer(model: torch.nn.Module, optimizer: Any) -> Mapping[str, Fingerprint]:
+    """Return the fingerprint of every optimizer state and of every option of its parameter groups.
+
+    Names are `state.<parameter>.<state>` (for tied parameters under each of their names) and
+    `param_groups.<number>.<option>`. States that no rank has are left out.
+
+    Args:
+        model: the prepared model.
+        optimizer: the optimizer, or Accelerate's wrapper of it.
+
+    Collective; time, memory and errors as for `fingerprint_model`.
+    """
+    return measure_optimizer(model, optimizer).require_equal_copies()
+
+
+def measure_optimizer(model: torch.nn.Module, optimizer: Any) -> Measured:
+    """Return what `fingerprint_optimizer` does, with a list of differences instead of an error. Collective."""
+    raw = get_raw_optimizer(optimizer)
+
+    def sum_locally() -> _Local:
+        shards = iterate_optimizer_parameters(model, raw)
+        return _Local({shard.fqn: shard.aliases for shard in shards}, _iterate_optimizer_entries(model, raw))
+
+    return _measure("fingerprinting the optimizer", sum_locally, _name_optimizer_key)
+
+
+def _name_optimizer_key(key: Key) -> str:
+    name, state = key
+    return f"{name[1:]}.{state}" if name.startswith(_GROUPS) else f"state.{name}.{state}"
+
+
+_GROUPS = "\0param_groups."  # no parameter is named like this
+
+
+def _make_entry(shard: LocalShard) -> Entry:
+    key = (shard.fqn, shard.state or "")
+    if shard.kind == "value":
+        return _make_value_entry(key, shard.value)
+    return Entry(
+        key,
+        combine(fingerprint_tensor(tensor, part, shard.shape) for part, tensor in shard.iterate_pieces()),
+        shard.layout,
+        count_elements(shard.shape) * DTYPE_SIZES.get(shard.dtype, 0),
+        f"{shard.dtype} {shard.shape}",
+    )
+
+
+def _make_value_entry(key: Key, value: Any) -> Entry:
+    try:
+        fingerprint = fingerprint_value(value)
+    except UnsupportedError as error:
+        raise error.with_facts(fqn=_name_optimizer_key(key)) from error
+    return Entry(key, fingerprint, WHOLE, fingerprint.num_bytes, "value")
+
+
+def _iterate_optimizer_entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Entry]:
+    yield from map(_make_entry, iterate_optimizer_shards(model, optimizer))
+    for number, group in enumerate(describe_parameter_groups(model, optimizer)):
+        # In which order FSDP1 flattens parameters is of no consequence.
+        for option, value in {"params": sorted(group.names), **group.options}.items():
+            yield _make_value_entry((f"{_GROUPS}{number}", option), value)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What one rank sums: the names that every rank must know, with their aliases, and an entry for what it holds."""
+
+    names: Mapping[str, tuple[str, ...]]
+    entries: Iterator[Entry]
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """What ranks tell each other before the reduction; small."""
+
+    names: str  # digest
+    states: tuple[str, ...]
+    others: tuple[Key, ...]  # keys that belong to no tensor of the model
+    indices: Indices
+
+
+def _measure(what: str, sum_locally: Callable[[], _Local], get_name: Callable[[Key], str]) -> Measured:
+    names: dict[str, tuple[str, ...]] = {}
+    entries: dict[Key, Entry] = {}
+
+    def summarize() -> _Summary:
+        local = sum_locally()
+        names.update(local.names)
+        entries.update((entry.key, entry) for entry in local.entries)
+        return _Summary(
+            names=hashlib.sha256("\0".join(names).encode()).hexdigest(),
+            states=tuple(sorted({state for name, state in entries if name in names})),
+            others=tuple(key for key in entries if key[0] not in names),
+            indices=list_indices(entries.values()),
+        )
+
+    summaries = run_together(what, summarize)
+    _check_same_names(what, summaries)
+    # The same list on every rank, though some have states only for the parameters that they hold a part of.
+    states = sorted({state for summary in summaries for state in summary.states})
+    others = dict.fromkeys(key for summary in summaries for key in summary.others)
+    keys = [*((name, state) for name in names for state in states), *others]
+    indices = [summary.indices for summary in summaries]
+    rows = add_up(keys, entries, indices)
+    fingerprints: dict[str, Fingerprint] = {}
+    different: list[Key] = []
+    for key, row in zip(keys, rows, strict=True):
+        if row.is_equal is None:
+            continue  # no rank has it
+        if not row.is_equal:
+            different.append(key)
+            continue
+        fingerprint = row.get_fingerprint(what, get_name(key))
+        for name in (key[0], *names.get(key[0], ())):
+            fingerprints[get_name((name, key[1]))] = fingerprint
+    return Measured(fingerprints, _find_divergences(different, entries, indices, get_name))
+
+
+def _check_same_names(what: str, summaries: Sequence[_Summary]) -> None:
+    for rank, summary in enumerate(summaries):
+        if summary.names != summaries[0].names:
+            raise RankMismatchError(
+                f"{what}: rank {rank} holds tensors of other names, or in another order, than rank 0. All ranks must "
+                "prepare the same model in the same way.",
+                rank=rank,
+            )
+
+
+_MAX_DIVERGENCES = 100
+
+
+def _find_divergences(
+    keys: Sequence[Key],
+    entries: Mapping[Key, Entry],
+    indices: Sequence[Indices],
+    get_name: Callable[[Key], str],
+) -> tuple[Divergence, ...]:
+    """Find out which ranks differ, for the first so many tensors. Collective, but costs nothing where none do."""
+    if not keys:
+        return ()
+    mine = {
+        key: (entries[key].layout, str(entries[key].fingerprint)) for key in keys[:_MAX_DIVERGENCES] if key in entries
+    }
+    everyone = gather_all(mine)
+    divergences = []
+    for key in keys[:_MAX_DIVERGENCES]:
+        # What each rank holds of each share. One that should have a share, by its others, and has not, holds nothing.
+        shares: dict[Layout, dict[str, list[int]]] = {}
+        schemes = {held[key][0].scheme for held in everyone if key in held}
+        for rank, held in enumerate(everyone):
+            if key in held:
+                layout, text = held[key]
+                shares.setdefault(layout, {}).setdefault(text, []).append(rank)
+                continue
+            for scheme in schemes & indices[rank].keys():
+                layout = Layout(scheme, indices[rank][str(scheme)])
+                shares.setdefault(layout, {}).setdefault("nothing", []).append(rank)
+        copies: dict[str, tuple[int, ...]] = {}
+        ranks: list[int] = []
+        for share in shares.values():
+            if len(share) > 1:
+                copies.update((text, tuple(holders)) for text, holders in share.items())
+                most = max(share.values(), key=lambda holders: (len(holders), -holders[0]))
+                ranks += [rank for holders in share.values() if holders is not most for rank in holders]
+        divergences.append(Divergence(get_name(key), tuple(sorted(ranks)), copies))
+    return tuple(divergences)
