@@ -19,7 +19,6 @@ from .errors import (
 )
 from .formats.dcp import DcpMetadata, read_dcp_metadata
 from .live import (
-    clean_fqn,
     describe_model,
     describe_optimizers,
     describe_topology,
@@ -27,6 +26,7 @@ from .live import (
     is_fsdp,
 )
 from .manifest import Manifest, ModelFacts
+from .names import clean_fqn
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -122,5 +122,19 @@ class RankMissingError(RankFailedError):
     missing_ranks: tuple[int, ...] = ()
 
 
+class RankMismatchError(AccelFsdpError, RuntimeError):
+    """What the ranks hold are not the parts of one model."""
+
+
+class ReplicaDivergenceError(RankMismatchError):
+    """Ranks that should hold copies of the same values hold different ones.
+
+    Facts: `fqn` and `ranks` of the first tensor (the ranks that differ from the majority), and `divergences`, all.
+    """
+
+    ranks: tuple[int, ...] = ()
+    divergences: tuple[Any, ...] = ()
+
+
 class DataProgressWarning(UserWarning):
     """A dataloader is followed, but its resume will not be exact."""

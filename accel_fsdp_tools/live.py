@@ -5,23 +5,16 @@ Walks what FSDP holds (flat parameters, DTensors) without gathering anything. No
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .errors import UsageError
 from .manifest import ModelFacts, OptimizerFacts, TensorFacts, Topology
+from .names import clean_fqn
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-
-_WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
-
-
-def clean_fqn(name: str) -> str:
-    """Remove the prefixes that FSDP1, torch.compile and activation checkpointing put into names, at any depth."""
-    return _WRAPPERS.sub("", name).lstrip(".")
 
 
 def get_raw_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -92,23 +85,38 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
     )
 
 
+Place = tuple[int, str]
+"""Where a parameter is registered: id of the module, and name. Between forward and backward FSDP has whole tensors
+there, so what is registered does not tell."""
+
+
+def find_fsdp2_shards(model: torch.nn.Module) -> dict[Place, torch.nn.Parameter]:
+    """Return FSDP2's shards by the places where they belong."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[Place, torch.nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for each in group.fsdp_params:
+                    info = each._module_info
+                    names = (info.param_name, *info.shared_param_names)
+                    for owner, name in zip((info.module, *info.shared_modules), names, strict=True):
+                        found[id(owner), name] = each.sharded_param
+    return found
+
+
 def iterate_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield every parameter under each of its names, as the optimizer knows it.
 
     Between a forward and its backward FSDP2 registers gathered parameters in place of the shards (and leaves the
     root's there after a forward in evaluation); the shards are what is trained and saved.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    sharded = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for each in group.fsdp_params:
-                    if getattr(each, "_unsharded_param", None) is not None:
-                        sharded[id(each._unsharded_param)] = each.sharded_param
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield name, sharded.get(id(parameter), parameter)
+    shards = find_fsdp2_shards(model)
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for name, registered in module._parameters.items():
+            if registered is not None:
+                yield _join(module_name, name), shards.get((id(module), name), registered)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -10,28 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .errors import UnsupportedError
+from .errors import RankMismatchError, ReplicaDivergenceError, UnsupportedError
 from .extents import DTYPE_SIZES, count_elements
 from .fingerprint import Fingerprint, combine, fingerprint_tensor, fingerprint_value
 from .live import get_raw_optimizer
 from .optimizer_shards import describe_parameter_groups, iterate_optimizer_parameters, iterate_optimizer_shards
-from .rank_sums import Entry, Indices, Key, RankMismatchError, add_up, list_indices
+from .rank_sums import Entry, Indices, Key, add_up, list_indices
 from .ranks import gather_all, run_together
 from .shards import WHOLE, Layout, LocalShard, iterate_local_shards
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-
-
-class ReplicaDivergenceError(RankMismatchError):
-    """Ranks that should hold copies of the same values hold different ones.
-
-    Facts: `fqn` and `ranks` of the first tensor (the ranks that differ from the majority), and `divergences`, all.
-    """
-
-    ranks: tuple[int, ...] = ()
-    divergences: tuple[Divergence, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from . import layout
 from .errors import MismatchError
 from .formats.dcp import read_dcp_metadata
-from .live import clean_fqn, describe_model, get_raw_optimizer, iterate_parameters
+from .live import describe_model, get_raw_optimizer, iterate_parameters
+from .names import clean_fqn
 from .ranks import get_rank, run_on_main
 
 if TYPE_CHECKING:

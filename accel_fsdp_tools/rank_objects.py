@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from .errors import DamagedCheckpointError
+from .fingerprint import view_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,14 +57,8 @@ def encode_object(index: int, state: Any) -> EncodedObject:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(_get_bytes(tensor))
+        digest.update(view_bytes(tensor))
     return EncodedObject(tree, tensors, digest.hexdigest())
-
-
-def _get_bytes(tensor: Tensor) -> Any:
-    import torch
-
-    return tensor.flatten().view(torch.uint8).numpy() if tensor.numel() else b""
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

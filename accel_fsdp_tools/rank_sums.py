@@ -19,18 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from .errors import AccelFsdpError, UnsupportedError
+from .errors import RankMismatchError, UnsupportedError
 from .fingerprint import Fingerprint
-from .ranks import _get_control_group, get_rank, get_world_size
+from .ranks import get_control_group, get_rank, get_world_size
 from .shards import OUTSIDE, WHOLE, Layout
 from .weighted_sums import MASK, get_multipliers
 
 Key = tuple[str, str]  # the tensor's name, and the state's ("" for the model's own)
 Indices = Mapping[str, tuple[int, ...]]  # one rank's share of each way of cutting, by scheme
-
-
-class RankMismatchError(AccelFsdpError, RuntimeError):
-    """What the ranks hold are not the parts of one model."""
 
 
 @dataclass(frozen=True)
@@ -168,4 +164,4 @@ def _reduce(array: Any, operation: str) -> None:
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.from_numpy(array), getattr(dist.ReduceOp, operation), group=_get_control_group())
+    dist.all_reduce(torch.from_numpy(array), getattr(dist.ReduceOp, operation), group=get_control_group())

@@ -76,7 +76,8 @@ def get_world_size() -> int:
 _control_group: tuple[Any, Any] | None = None  # (the default group it was made under, the group)
 
 
-def _get_control_group() -> Any:
+def get_control_group() -> Any:
+    """Return the gloo group for control messages and small reductions. Collective on the first call."""
     global _control_group
     import torch.distributed as dist
 
@@ -99,7 +100,7 @@ def wait_for_ranks(what: str, *, timeout_s: float | None = None) -> None:
 
     seconds = get_timeout_s() if timeout_s is None else timeout_s
     try:
-        dist.monitored_barrier(group=_get_control_group(), timeout=timedelta(seconds=seconds), wait_all_ranks=True)
+        dist.monitored_barrier(group=get_control_group(), timeout=timedelta(seconds=seconds), wait_all_ranks=True)
     except RuntimeError as error:
         missing = _parse_missing_ranks(str(error))
         named = f"rank(s) {', '.join(map(str, missing))}" if missing else "another rank"
@@ -129,7 +130,7 @@ def gather_all(value: T) -> list[T]:
     import torch.distributed as dist
 
     values: list[Any] = [None] * world_size
-    dist.all_gather_object(values, value, group=_get_control_group())
+    dist.all_gather_object(values, value, group=get_control_group())
     return values
 
 
@@ -182,7 +183,7 @@ def broadcast(value: T) -> T:
     import torch.distributed as dist
 
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=_get_control_group())
+    dist.broadcast_object_list(box, src=0, group=get_control_group())
     return box[0]
 
 

@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 
 from .errors import UnsupportedError
 from .extents import Box, Part, Run, Shape, get_whole
-from .live import clean_fqn
+from .live import Place, find_fsdp2_shards
+from .names import clean_fqn
 from .placements import Cut, compute_boxes, iterate_local_boxes
 
 if TYPE_CHECKING:
@@ -113,14 +114,14 @@ def iterate_local_shards(model: torch.nn.Module) -> Iterator[LocalShard]:
 
 def iterate_held_parameters(model: torch.nn.Module) -> Iterator[Held]:
     """Yield the parameters among `iterate_local_shards`, with their owners. Not collective."""
-    in_flat: set[_Place] = set()
+    in_flat: set[Place] = set()
     for module_name, module in model.named_modules():
         handle = vars(module).get("_handle")  # the wrapper of torch.compile hands out its module's attributes
         if handle is not None and getattr(handle, "flat_param", None) is not None:
             infos = (*handle.flat_param._param_infos, *handle.flat_param._shared_param_infos)
             in_flat.update((id(info.module), info.param_name) for info in infos)
             yield from _iterate_flat(module_name, handle)
-    sharded = _find_sharded(model)
+    sharded = find_fsdp2_shards(model)
     parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, registered in module._parameters.items():
@@ -131,27 +132,6 @@ def iterate_held_parameters(model: torch.nn.Module) -> Iterator[Held]:
             parameters.setdefault(id(parameter), (parameter, []))[1].append(clean_fqn(f"{module_name}.{name}"))
     for parameter, names in parameters.values():
         yield Held(_describe(names, parameter, "parameter", requires_grad=parameter.requires_grad), parameter)
-
-
-# Where a parameter is registered: id of the module, and name. Between forward and backward FSDP has whole tensors
-# there, so what is registered does not tell.
-_Place = tuple[int, str]
-
-
-def _find_sharded(model: torch.nn.Module) -> dict[_Place, torch.Tensor]:
-    """Return FSDP2's shards by the places where they belong."""
-    from torch.distributed.fsdp import FSDPModule
-
-    found: dict[_Place, torch.Tensor] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for each in group.fsdp_params:
-                    info = each._module_info
-                    names = (info.param_name, *info.shared_param_names)
-                    for owner, name in zip((info.module, *info.shared_modules), names, strict=True):
-                        found[id(owner), name] = each.sharded_param
-    return found
 
 
 def _iterate_flat(module_name: str, handle: Any) -> Iterator[Held]:

@@ -161,9 +161,7 @@ def _compare_fingerprints(
         recorded = dict(manifest.optimizers[index].fingerprints)
         model = accelerator._models[index]
         measured = measure_optimizer(model, get_raw_optimizer(wrapped))
-        findings += _match(
-            "optimizer", index, recorded, measured.fingerprints, _skip_aliases(model, is_chosen), counts
-        )
+        findings += _match("optimizer", index, recorded, measured.fingerprints, _skip_aliases(model, is_chosen), counts)
         findings += _report_divergence("optimizer", index, measured.divergences)
     return findings
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from accel_fsdp_tools.errors import CheckpointNotFoundError, UsageError
 from accel_fsdp_tools.extents import get_whole
 from accel_fsdp_tools.files import list_files, seal_files
 from accel_fsdp_tools.findings import Finding, Severity, VerifyReport
-from accel_fsdp_tools.fingerprint import combine, fingerprint_tensor
+from accel_fsdp_tools.fingerprint import Fingerprint, combine, fingerprint_tensor
 from accel_fsdp_tools.formats.zips import open_torch_zip, open_window
 from accel_fsdp_tools.manifest import DIRECTORY, MANIFEST_PATH, ModelFacts, TensorFacts, read_manifest, write_manifest
 from tests.attacks import BOMB_NAME, Bomb, read_metadata, replace_item, save_to_bytes, write_metadata
@@ -87,12 +88,15 @@ def _record(path: Path, fingerprints: dict[str, Any]) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of three kinds of run, each with `early`, `late` and `plain` in it."""
     folder = tmp_path_factory.mktemp("made")
-    found = {}
-    for name, setup in (("sharded", SHARDED), ("full", FULL), ("flat", FLAT)):
-        fingerprints = run_ranks(_save, str(folder / name), setup, folder=folder / f"{name}-ranks")
-        _record(folder / name / "early", fingerprints[0])
-        found[name] = folder / name
-    return found
+    setups = {"sharded": SHARDED, "full": FULL, "flat": FLAT}
+    with ThreadPoolExecutor(len(setups)) as pool:  # most of a run is waiting for each other
+        runs = {
+            name: pool.submit(run_ranks, _save, str(folder / name), setup, folder=folder / f"{name}-ranks")
+            for name, setup in setups.items()
+        }
+    for name, run in runs.items():
+        _record(folder / name / "early", run.result()[0])
+    return {name: folder / name for name in setups}
 
 
 @pytest.fixture
@@ -170,24 +174,27 @@ def test_parts_of_a_checkpoint_and_single_files_can_be_given(made: dict[str, Pat
 def test_progress_ends_at_the_total(made: dict[str, Path]) -> None:
     for crcs in (True, False):
         for which in ("early", "plain"):
-            calls: list[tuple[int, int]] = []
-            verify_checkpoint(made["sharded"] / which, crcs=crcs, progress=lambda *call: calls.append(call))
-            assert calls[-1][0] == calls[-1][1] > 100_000
-            assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+            done: list[int] = []
+            totals: list[int] = []
+            verify_checkpoint(
+                made["sharded"] / which,
+                crcs=crcs,
+                progress=lambda now, total, done=done, totals=totals: (done.append(now), totals.append(total)),
+            )
+            assert done == sorted(done)
+            assert done[-1] == totals[-1] > 100_000
 
 
 # -- flipped bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "places"), [("sharded", 100), pytest.param("sharded", 200, marks=pytest.mark.matrix), ("full", 100)]
-)
-def test_a_flipped_bit_anywhere_in_any_file_is_found(copy: Callable[..., Path], kind: str, places: int) -> None:
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_flipped_bit_anywhere_in_any_file_is_found(copy: Callable[..., Path], kind: str) -> None:
     # One bit in every file at once: the finding for each file has to come from that file's own bytes.
     path = copy(kind)
     names = [name for name in list_files(path) if name != MANIFEST_PATH]
-    generator = random.Random(places)
-    for _ in range(places):
+    generator = random.Random(kind)
+    for _ in range(200):
         flips = [
             (path / name, generator.randrange((path / name).stat().st_size), generator.randrange(8)) for name in names
         ]
@@ -244,7 +251,7 @@ def test_without_a_manifest_crcs_find_every_bit_of_tensors_and_pickles(tmp_path:
     for position in generator.sample(sorted(set(range(file.stat().st_size)) - covered), 100):
         _flip(file, position)
         report = verify_checkpoint(tmp_path / "c")
-        assert report.ok or _codes(report) <= {"damaged", "crc"}
+        assert report.ok == (not _codes(report))
         _flip(file, position)
     assert verify_checkpoint(tmp_path / "c").ok
 
@@ -291,11 +298,13 @@ def test_crcs_that_were_not_computed_are_a_note(tmp_path: Path) -> None:
 # -- faults that leave every file readable, with a manifest that was adapted to them as well ---------------------------
 
 Fault = Callable[[Path, dict[str, Path]], None]
-FAULTS: dict[str, tuple[Fault, str | None, set[str], str]] = {}
-"""By name: what to do, the code where the manifest is as it was, those where it was adapted, a text of a message."""
+FAULTS: dict[str, tuple[Fault, str, set[str], str]] = {}
+"""By name: what to do, the code where the manifest is as it was, those where it was adapted, a text of a message.
+
+"changed" stands for a size or checksum."""
 
 
-def _fault(name: str, *, code: str | None, adapted: set[str], text: str = "") -> Callable[[Fault], Fault]:
+def _fault(name: str, *, code: str, adapted: set[str], text: str = "") -> Callable[[Fault], Fault]:
     def register(function: Fault) -> Fault:
         FAULTS[name] = (function, code, adapted, text)
         return function
@@ -303,7 +312,7 @@ def _fault(name: str, *, code: str | None, adapted: set[str], text: str = "") ->
     return register
 
 
-@_fault("payload", code="checksum", adapted={"crc", "fingerprint"}, text=EMBEDDING)
+@_fault("payload", code="changed", adapted={"crc", "fingerprint"}, text=EMBEDDING)
 def _flip_payload(path: Path, made: dict[str, Path]) -> None:
     infos = read_metadata(path / MODEL).storage_data
     info = next(info for index, info in infos.items() if index.fqn.endswith(EMBEDDING))
@@ -311,13 +320,13 @@ def _flip_payload(path: Path, made: dict[str, Path]) -> None:
     _flip(path / MODEL / info.relative_path, start + 1000)
 
 
-@_fault("truncated", code="size", adapted={"damaged", "fingerprint"})
+@_fault("truncated", code="changed", adapted={"damaged", "fingerprint"})
 def _truncate(path: Path, made: dict[str, Path]) -> None:
     file = path / MODEL / "__1_0.distcp"
     os.truncate(file, file.stat().st_size - 100)
 
 
-@_fault("ranks exchanged", code="checksum", adapted={"damaged"}, text=EMBEDDING)
+@_fault("ranks exchanged", code="changed", adapted={"damaged"}, text=EMBEDDING)
 def _exchange(path: Path, made: dict[str, Path]) -> None:
     zero, one = path / MODEL / "__0_0.distcp", path / MODEL / "__1_0.distcp"
     zero.rename(path / "x")
@@ -325,12 +334,12 @@ def _exchange(path: Path, made: dict[str, Path]) -> None:
     (path / "x").rename(one)
 
 
-@_fault("shard of another step", code="checksum", adapted={"fingerprint"})
+@_fault("shard of another step", code="changed", adapted={"fingerprint"})
 def _take_shard_of_another_step(path: Path, made: dict[str, Path]) -> None:
     shutil.copy(made["sharded"] / "late" / MODEL / "__1_0.distcp", path / MODEL)
 
 
-@_fault("chunk removed", code="checksum", adapted={"hole", "fingerprint"}, text="50 of 101")
+@_fault("chunk removed", code="changed", adapted={"hole", "fingerprint"}, text="[51:101, 0:32]")
 def _remove_chunk(path: Path, made: dict[str, Path]) -> None:
     metadata = read_metadata(path / MODEL)
     key = next(name for name in metadata.state_dict_metadata if name.endswith(EMBEDDING))
@@ -343,7 +352,7 @@ def _remove_chunk(path: Path, made: dict[str, Path]) -> None:
     write_metadata(path / MODEL, metadata)
 
 
-@_fault("chunk twice", code="checksum", adapted={"overlap", "fingerprint"})
+@_fault("chunk twice", code="changed", adapted={"overlap", "fingerprint"})
 def _repeat_chunk(path: Path, made: dict[str, Path]) -> None:
     metadata = read_metadata(path / MODEL)
     key = next(name for name in metadata.state_dict_metadata if name.endswith(EMBEDDING))
@@ -351,7 +360,7 @@ def _repeat_chunk(path: Path, made: dict[str, Path]) -> None:
     write_metadata(path / MODEL, metadata)
 
 
-@_fault("chunk outside", code="checksum", adapted={"outside", "hole", "fingerprint", "shape"})
+@_fault("chunk outside", code="changed", adapted={"outside", "shape"})
 def _shrink_tensor(path: Path, made: dict[str, Path]) -> None:
     metadata = read_metadata(path / MODEL)
     key = next(name for name in metadata.state_dict_metadata if name.endswith(EMBEDDING))
@@ -374,7 +383,7 @@ def _remove_rank_file(path: Path, made: dict[str, Path]) -> None:
     (path / DIRECTORY / "rng_rank_00001.safetensors").unlink()
 
 
-@_fault("ranks' random states exchanged", code="checksum", adapted={"rank_state"}, text="rank 1")
+@_fault("ranks' random states exchanged", code="changed", adapted={"rank_state"}, text="rank 1")
 def _exchange_rank_states(path: Path, made: dict[str, Path]) -> None:
     folder = path / DIRECTORY
     (folder / "rng_rank_00000.safetensors").rename(folder / "x")
@@ -382,7 +391,7 @@ def _exchange_rank_states(path: Path, made: dict[str, Path]) -> None:
     (folder / "x").rename(folder / "rng_rank_00001.safetensors")
 
 
-@_fault("progress damaged", code="checksum", adapted={"rank_state"}, text="progress_rank_00000")
+@_fault("progress damaged", code="changed", adapted={"rank_state"}, text="progress_rank_00000")
 def _damage_progress(path: Path, made: dict[str, Path]) -> None:
     (path / DIRECTORY / "progress_rank_00000.json").write_text('{"format": "accel_fsdp_tools.progress", "rank": 0')
 
@@ -397,7 +406,7 @@ def _add_stale_random_states(path: Path, made: dict[str, Path]) -> None:
     shutil.copy(path / "random_states_1.pkl", path / "random_states_2.pkl")
 
 
-@_fault("optimizer of another model", code="checksum", adapted={"parameters", "fingerprint"}, text="q_proj")
+@_fault("optimizer of another model", code="changed", adapted={"parameters"}, text="q_proj")
 def _rename_parameter(path: Path, made: dict[str, Path]) -> None:
     file = path / OPTIMIZER / ".metadata"
     data = file.read_bytes()
@@ -412,7 +421,7 @@ def test_a_fault_is_found_and_named(copy: Callable[..., Path], made: dict[str, P
     damage(path, made)
     report = verify_checkpoint(path)
     assert not report.ok
-    assert code in _codes(report), str(report)
+    assert (code == "changed" and {"checksum", "size"} & _codes(report)) or code in _codes(report), str(report)
     _reseal(path)
     report = verify_checkpoint(path, fingerprints=True)
     assert not report.ok
@@ -450,6 +459,10 @@ def test_a_checkpoint_without_its_manifest_is_unfinished(copy: Callable[..., Pat
     assert _codes(verify_checkpoint(path)) == {"manifest"}
 
 
+FACTS = dataclasses.asdict(TensorFacts("", "float32", (2,), True, "parameter"))
+NOTHING = str(Fingerprint())
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
@@ -468,12 +481,7 @@ def test_a_checkpoint_without_its_manifest_is_unfinished(copy: Callable[..., Pat
         (lambda raw: raw.update(num_schedulers=2), "incomplete"),
         (lambda raw: raw["accelerate"].update(has_scaler=True), "incomplete"),
         (lambda raw: raw["topology"].update(world_size=3), "missing_file"),
-        (
-            lambda raw: raw["optimizers"][0]["fingerprints"].update(
-                {"param_groups.0.lr": "1:" + "0" * 16 + ":" + "0" * 16 + ":0"}
-            ),
-            "fingerprint",
-        ),
+        (lambda raw: raw["optimizers"][0]["fingerprints"].update({"param_groups.0.lr": NOTHING}), "fingerprint"),
     ],
 )
 def test_a_manifest_that_differs_from_the_files_is_found(
@@ -482,6 +490,46 @@ def test_a_manifest_that_differs_from_the_files_is_found(
     path = copy()
     _edit_manifest(path, change)
     assert code in _codes(verify_checkpoint(path, fingerprints=True))
+
+
+def test_a_flipped_bit_in_the_manifest_never_raises(copy: Callable[..., Path]) -> None:
+    path = copy()
+    file = path / MANIFEST_PATH
+    good = file.read_bytes()
+    generator = random.Random(4)
+    found = 0
+    for _ in range(100):
+        file.write_bytes(good)
+        _flip(file, generator.randrange(len(good)), generator.randrange(8))
+        found += not verify_checkpoint(path, fingerprints=True).ok
+    assert found > 60, "what it says about the run (its step, versions) is recorded nowhere else"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"topology": {"world_size": 10**15, "distributed_type": "FSDP"}},
+        {"topology": {"world_size": "two", "distributed_type": "FSDP"}},
+        {
+            "models": [
+                {
+                    "class_name": "M",
+                    "tensors": [{"fqn": 1, "dtype": None, "shape": [-5], "requires_grad": 0, "kind": ""}],
+                }
+            ]
+        },
+        {
+            "optimizers": [
+                {"class_name": "", "num_param_groups": "", "num_parameters": "", "model_index": 0, "fingerprints": 3}
+            ]
+        },
+        {"accelerate": None},
+    ],
+)
+def test_a_manifest_of_wrong_types_never_raises(copy: Callable[..., Path], change: dict[str, Any]) -> None:
+    path = copy()
+    _edit_manifest(path, lambda raw: raw.update(change))
+    assert not verify_checkpoint(path, fingerprints=True).ok
 
 
 def test_a_manifest_that_is_no_json_does_not_stop_the_other_checks(copy: Callable[..., Path]) -> None:
@@ -507,7 +555,7 @@ def test_parameters_in_16_bits_of_a_mixed_precision_run_are_a_hint(copy: Callabl
     assert "fp32 master weights" in finding.message
 
 
-# -- single ranks, pickles, values --------------------------------------------------------------------------------------
+# -- single ranks, pickles, values -----------------------------------------------------------------------------------
 
 
 def test_rank_files_of_another_age_or_size_are_hints(copy: Callable[..., Path]) -> None:
@@ -637,7 +685,7 @@ def test_optimizers_of_other_parameters_without_a_manifest(copy: Callable[..., P
     assert "parameters" in _codes(verify_checkpoint(tmp_path / "n"))
 
 
-# -- the edges ------------------------------------------------------------------------------------------------------------
+# -- the edges -------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_checkpoint(made: dict[str, Path], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ..errors import AccelFsdpError, UnsafePickleError, UnsupportedError
 from ..findings import Finding, Severity, VerifyReport
 
-_PER_PLACE = 20  # findings of one code about one file; a damaged file needs no list of a thousand tensors
+_PER_PLACE = 5  # findings of one code about one file; a damaged file needs no list of a thousand tensors
 _PER_CODE = 200
 
 
@@ -56,6 +57,7 @@ class Gatherer:
     ) -> None:
         """Add a finding, once. Paths inside the checkpoint become relative to it; further keywords become facts."""
         shown = None if path is None else self.shorten(path)
+        message = message.replace(f"{self._root}{os.sep}", "")
         key = (code, shown, message)
         if key in self._seen:
             return

@@ -13,7 +13,7 @@ from ..manifest import MANIFEST_PATH
 from .gathering import Gatherer
 from .passes import FileResult, Wanted, split_part
 from .plans import Key, Plans
-from .subject import PARSING_ERRORS
+from .subject import PARSING_ERRORS, Subject
 from .tensors import Located
 from .values import SCANNED_DTYPES, Values
 
@@ -61,12 +61,12 @@ def judge_files(results: list[FileResult], gather: Gatherer, *, crcs: bool) -> N
         )
 
 
-def note_unprotected(results: list[FileResult], gather: Gatherer) -> None:
+def note_unprotected(subject: Subject, results: list[FileResult], gather: Gatherer) -> None:
     """Say which files nothing is known about that could show damage: no checksum, no CRC."""
     bare = [
         result.plan.name
         for result in results
-        if result.plan.checksum is None and not result.num_crcs and result.plan.name != MANIFEST_PATH
+        if not result.num_crcs and result.plan.name not in (*subject.expected, MANIFEST_PATH)
     ]
     if bare:
         shown = ", ".join(bare[:_SHOWN]) + (", ..." if len(bare) > _SHOWN else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..errors import UsageError
@@ -18,8 +18,8 @@ from .pickles import check_pickles
 from .plans import Key, make_plans
 from .ranks import check_ranks
 from .recorded import read_fingerprints, sum_values
-from .subject import Subject, find_root, open_subject
-from .tensors import check_against_manifest, check_precision_without_manifest, check_tensors
+from .subject import PARSING_ERRORS, Subject, find_root, open_subject
+from .tensors import Located, check_against_manifest, check_tensors
 from .values import Values
 
 
@@ -63,21 +63,24 @@ def verify_checkpoint(
     root = find_root(path)
     gather = Gatherer(root if root.is_dir() else root.parent)
     subject = open_subject(root, gather)
-    check_inventory(subject, gather)
-    check_ranks(subject, gather)
-    check_pickles(subject, gather, allow_objects=allow_objects)
-    located = check_tensors(subject, gather)
-    if subject.manifest is not None:
-        check_against_manifest(subject, subject.manifest, gather)
-    else:
-        check_precision_without_manifest(subject, gather)
-    check_optimizers(subject, gather)
-    recorded = _get_recorded(subject, gather) if fingerprints else {}
+    located: list[Located] = []
+    for check in (
+        lambda: check_inventory(subject, gather),
+        lambda: check_ranks(subject, gather),
+        lambda: check_pickles(subject, gather, allow_objects=allow_objects),
+        lambda: located.extend(check_tensors(subject, gather)),
+        lambda: check_against_manifest(subject, gather),
+        lambda: check_optimizers(subject, gather),
+    ):
+        _guard(check, gather)
+    recorded: dict[Key, Fingerprint] = {}
+    if fingerprints:
+        _guard(lambda: recorded.update(_get_recorded(subject, gather)), gather)
     wanted = Wanted(crcs, scan, frozenset(recorded))
     plans = make_plans(subject, located)
     results = read_files(plans.files, wanted, num_threads=num_threads, progress=progress)
     judge_files(results, gather, crcs=crcs)
-    note_unprotected(results, gather)
+    note_unprotected(subject, results, gather)
     values: dict[Key, Values] = {}
     sums = sum_values(subject, recorded, gather)
     for result in results:
@@ -89,6 +92,14 @@ def verify_checkpoint(
     judge_values(values, gather)
     judge_fingerprints(recorded, sums, gather)
     return gather.make_report(_describe_mode(wanted, subject), time.perf_counter() - started)
+
+
+def _guard(check: Callable[[], object], gather: Gatherer) -> None:
+    """Run a check; what contradicts itself so much that a check can't go on must not hide what others find."""
+    try:
+        check()
+    except PARSING_ERRORS as error:
+        gather.add_error(error)
 
 
 def _get_recorded(subject: Subject, gather: Gatherer) -> dict[Key, Fingerprint]:

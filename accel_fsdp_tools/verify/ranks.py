@@ -15,6 +15,7 @@ from .subject import DiskFile, Subject
 _MAX_AGE_S = 300.0
 _MAX_RATIO = 2.0
 _MIN_DIFFERENCE_BYTES = 1 << 14
+_MAX_LISTED = 100  # a number in a file's name may be anything
 
 _RNG_PATTERNS = (r"random_states_(\d+)\.pkl", r"rng_state_(\d+)\.pth")
 _FAMILIES = (
@@ -56,15 +57,15 @@ def _check_random_states(subject: Subject, pattern: re.Pattern[str], gather: Gat
     else:
         # Ranks without any item exist (more ranks than rows), so what the metadata shows is a lower bound.
         world_size, certain = max(_count_dcp_ranks(subject), 1), False
-    for rank in sorted(found.keys() - set(range(world_size))):
+    for rank in sorted(rank for rank in found if rank >= world_size):
         text = f"{found[rank]} is of rank {rank}, but {world_size} rank(s) wrote the checkpoint"
         if certain:
             gather.fail("stale", f"{text}. It was left by an earlier save; remove it.", path=found[rank], rank=rank)
         elif _count_dcp_ranks(subject):
             gather.hint("stale", f"{text}, as far as the shards tell", path=found[rank], rank=rank)
-    missing = sorted(set(range(max(world_size, *found))) - found.keys())
     if not certain:
-        for rank in missing:
+        last = min(max(world_size - 1, *found), len(found) + _MAX_LISTED)
+        for rank in sorted(set(range(last + 1)) - found.keys()):
             name = re.sub(r"\\|\(.*?\)", "", pattern.pattern.replace(r"(\d+)", str(rank)))
             gather.fail("missing_file", f"{name} is missing: rank {rank} can't resume exactly", path=name, rank=rank)
 

@@ -12,6 +12,7 @@ from ..formats.checkpoint import MODEL, OPTIMIZER, Section, name_section
 from ..formats.state_files import StateFile
 from ..formats.zips import open_window
 from ..manifest import MANIFEST_PATH, Manifest
+from ..names import clean_fqn
 from .gathering import Gatherer
 from .plans import Key
 from .subject import PARSING_ERRORS, Subject
@@ -61,10 +62,17 @@ def sum_values(subject: Subject, recorded: Mapping[Key, Fingerprint], gather: Ga
             key = Key(section.name, name)
             if key in recorded and name not in section.tensors:
                 try:
-                    found[key] = fingerprint_value(value)
+                    found[key] = fingerprint_value(_normalize(name, value))
                 except UnsupportedError as error:
                     gather.note("fingerprint", f"{section.name}: {name}: {error}", fqn=name)
     return found
+
+
+def _normalize(name: str, value: Any) -> Any:
+    """Sort the names of a group's parameters, as those in memory are: FSDP1 flattens them in an order of its own."""
+    if name.endswith(".params") and isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return sorted(map(clean_fqn, value))
+    return value
 
 
 def _read_blobs(section: Section, recorded: Mapping[Key, Fingerprint], gather: Gatherer) -> Iterator[tuple[str, Any]]:

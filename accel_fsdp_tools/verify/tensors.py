@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..extents import DTYPE_SIZES, Box, Coverage, DiskTensor, Extent, Part, Run, check_coverage
 from ..formats.checkpoint import Section
-from ..manifest import Manifest, ModelFacts
+from ..manifest import ModelFacts
 from .gathering import Gatherer
 from .subject import PARSING_ERRORS, Subject
 
@@ -124,8 +124,12 @@ def _compare_replicas(section: Section, tensor: DiskTensor, extents: list[Extent
             )
 
 
-def check_against_manifest(subject: Subject, manifest: Manifest, gather: Gatherer) -> None:
-    """Compare names, shapes and dtypes of the models with what was in memory at the save."""
+def check_against_manifest(subject: Subject, gather: Gatherer) -> None:
+    """Compare names, shapes and dtypes of the models with what was in memory at the save, as far as that is known."""
+    manifest = subject.manifest
+    if manifest is None:
+        _check_precision_without_manifest(subject, gather)
+        return
     for index, facts in enumerate(manifest.models):
         section = subject.models.get(index)
         if section is None:
@@ -173,7 +177,7 @@ def _compare_model(section: Section, facts: ModelFacts, gather: Gatherer) -> Non
         gather.fail("extra_tensor", f"{section.name}: {name} is here and was not saved", fqn=name, path=section.path)
 
 
-def check_precision_without_manifest(subject: Subject, gather: Gatherer) -> None:
+def _check_precision_without_manifest(subject: Subject, gather: Gatherer) -> None:
     """Look for 16-bit parameters whose optimizer state has 32 bits: then the run had fp32 master weights."""
     for index, section in subject.models.items():
         optimizer = subject.optimizers.get(index)
