@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import contract
 from .commit import Found, delete_checkpoint, find_checkpoints, recover
-from .errors import AccelFsdpError, CheckpointIncompleteError, UsageError
+from .errors import AccelFsdpError, CallOrderError, CheckpointIncompleteError, UsageError
 from .files import check_files
 from .load import VERIFY_MODES, load_state
 from .manifest import Lineage, Manifest, read_manifest
@@ -132,7 +132,10 @@ class Checkpointer:
         follow_steps(accelerator)
         self._lock: RootLock | None = None
         self._is_open = False
+        self._has_resumed = False
         self._step = 0
+        self._num_epochs = 0  # passes of the training loader in which an update was made, the current one included
+        self._last_pass: int | None = None
         self._attempt = 0
         self._parent_id: str | None = None
         self._last_save = time.monotonic()
@@ -202,9 +205,11 @@ class Checkpointer:
         choice = _Choice(chosen, self._attempt)
         if chosen is None and not fresh:
             choice = run_on_main("choosing a checkpoint", lambda: _choose(self.root, self._attempt))
+        self._has_resumed = True
         if choice.path is None:
             self._tracker.begin_training()
             self._step, self._parent_id = 0, None
+            self._num_epochs, self._last_pass = 0, None
             return Position(epoch=0, step=0, batch=0, samples=0, fresh=True)
         report = load_state(
             self._accelerator,
@@ -235,7 +240,12 @@ class Checkpointer:
         if self._train_index is None:
             return Position(report.epoch, self._step, 0, 0, fresh=False, report=report)
         loader = self._tracker.loaders[self._train_index]
-        return Position(loader.epoch, self._step, loader.batch, loader.samples, fresh=False, report=report)
+        # The pass that is gone on with is counted already when its first update comes.
+        is_in_pass = loader.batch > 0
+        epoch = report.epoch if report.has_manifest else loader.epoch
+        self._num_epochs = epoch + 1 if is_in_pass else epoch
+        self._last_pass = loader.epoch if is_in_pass else None
+        return Position(epoch, self._step, loader.batch, loader.samples, fresh=False, report=report)
 
     # -- save ---------------------------------------------------------------------------------------------------
 
@@ -258,7 +268,27 @@ class Checkpointer:
         if not self._accelerator.sync_gradients:
             return None
         self._step += 1
+        self._count_epoch()
         return self.save() if self._is_due() else None
+
+    def _count_epoch(self) -> None:
+        """Count a pass of the training loader when its first update is made.
+
+        Other passes over it (a look at a batch, a metric over the training data) are no epochs.
+        """
+        if self._train_index is not None:
+            current = self._tracker.loaders[self._train_index].epoch
+            if current != self._last_pass:
+                self._num_epochs, self._last_pass = self._num_epochs + 1, current
+
+    def _get_epoch(self) -> int | None:
+        """Return how many epochs have ended; a script that never calls `step` has all passes counted."""
+        if self._train_index is None:
+            return None
+        current = self._tracker.loaders[self._train_index].epoch
+        if self._num_epochs == 0:
+            return current
+        return self._num_epochs - 1 if current == self._last_pass else self._num_epochs
 
     def _is_due(self) -> bool:
         if self._save_every is not None and self._step % self._save_every == 0:
@@ -277,8 +307,8 @@ class Checkpointer:
         """
         wait_for_ranks("Checkpointer.save", timeout_s=self._timeout_s)
         self._open()
-        run_on_main("checking the lock", self._check_lock)
-        epoch = None if self._train_index is None else self._tracker.loaders[self._train_index].epoch
+        run_on_main("checking the root", self._check_root)
+        metrics = run_together("reading the metrics", lambda: _to_numbers(self._metrics))[get_rank()]
         lineage: Lineage = broadcast(
             Lineage(uuid.uuid4().hex, get_run_id(), attempt=self._attempt, parent_id=self._parent_id)
         )
@@ -287,19 +317,30 @@ class Checkpointer:
             self.root / f"step_{self._step:08d}",
             make_lineage=lambda: lineage,
             step=self._step,
-            epoch=epoch,
+            epoch=self._get_epoch(),
             strict=self._strict,
             timeout_s=self._timeout_s,
-            extra={"metrics": _to_numbers(self._metrics)},
+            extra={"metrics": metrics},
         )
         self._parent_id = lineage.checkpoint_id
         self._last_save = time.monotonic()
         self._prune(path)
         return path
 
-    def _check_lock(self) -> None:
+    def _check_root(self) -> None:
         if self._lock is not None:
             self._lock.check()
+        if self._has_resumed:
+            return
+        found = [each.path.name for each in find_checkpoints(self.root) if each.manifest]
+        if found:
+            raise CallOrderError(
+                f"{self.root} holds checkpoints ({', '.join(found[-3:])}) and this run has not called resume(): saving "
+                "would start a new branch and let the old one be pruned. Call resume() before training; "
+                "resume(fresh=True) starts anew on purpose.",
+                path=str(self.root),
+            )
+        self._has_resumed = True
 
     def _prune(self, newest: Path) -> None:
         """Remove old checkpoints, once the new one has been read back from disk."""
@@ -366,6 +407,11 @@ def _to_numbers(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     """Turn metrics into what JSON can hold; a tensor is read only here, so that step() never waits for a GPU."""
     numbers: dict[str, float | str] = {}
     for name, value in metrics.items():
-        number = float(value)
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"The metric {name!r} is {type(value).__name__} {value!r:.60}; give numbers or one-element tensors"
+            ) from error
         numbers[name] = number if math.isfinite(number) else str(number)
     return numbers

@@ -16,14 +16,25 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import AccelFsdpError, CheckpointNotFoundError, StorageError, UsageError
+from . import ownership
+from .errors import AccelFsdpError, CheckpointNotFoundError, UsageError
 from .files import fsync_directory
 from .manifest import Manifest, has_manifest, read_manifest
-from .ownership import Owner, is_alive, read_owner, write_owner
+from .ownership import (
+    STALE_S,
+    Owner,
+    explain_unwritable,
+    is_alive,
+    is_of_this_host,
+    measure_age_s,
+    read_owner,
+    write_owner,
+)
 from .phases import reach
 
-PARTIAL = ".partial"
-OWNER_NAME = "owner.json"
+PARTIAL, OWNER_NAME = ownership.PARTIAL, ownership.OWNER_NAME  # the heartbeat needs them too
+# A plain `save_state` has no heartbeat: from another host, one that runs looks like one that died until it is this old.
+FOREIGN_PARTIAL_STALE_S = 24 * 3600.0
 _REPLACED, _DELETED = ".replaced", ".deleted"
 
 # Names by which a directory that others wrote is recognised as a checkpoint.
@@ -113,6 +124,18 @@ def check_target(final: Path, *, overwrite: bool) -> None:
         )
 
 
+def make_root(root: Path) -> None:
+    """Make the directory for the checkpoints, unless it exists.
+
+    Raises:
+        StorageError: that is not possible.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_unwritable(root, error) from error
+
+
 def open_staging(final: Path, run_id: str) -> Staging:
     """Make an empty directory to write a checkpoint into, marked as this run's.
 
@@ -127,11 +150,7 @@ def open_staging(final: Path, run_id: str) -> Staging:
             shutil.rmtree(staging.partial)
         staging.partial.mkdir()
     except OSError as error:
-        raise StorageError(
-            f"Cannot write into {final.parent}: {error}. Check that it exists on every node, its permissions and the "
-            "free space.",
-            path=str(final.parent),
-        ) from error
+        raise explain_unwritable(final.parent, error) from error
     return staging
 
 
@@ -192,7 +211,9 @@ def _fsync_tree(directory: Path) -> None:
 def recover(root: Path) -> list[str]:
     """Finish what dead runs left half done: put back checkpoints that were set aside, remove partial ones.
 
-    Directories of runs that live are not touched. Returns a line for each thing done.
+    Directories of runs that live are not touched. What a run of another host left counts as alive for a day; only a
+    checkpoint that it set aside is put back sooner, for in a run that lives it lies there for a moment.
+    Returns a line for each thing done.
     """
     done: list[str] = []
     partial = root / PARTIAL
@@ -200,7 +221,11 @@ def recover(root: Path) -> list[str]:
         return done
     for run_directory in sorted(partial.iterdir()):
         owner = run_directory / OWNER_NAME
-        if not run_directory.is_dir() or is_alive(owner):
+        if not run_directory.is_dir():
+            continue
+        alive = is_alive(owner, stale_s=FOREIGN_PARTIAL_STALE_S)
+        # A rename into the run's directory renews the time of that.
+        if alive and (is_of_this_host(owner) or measure_age_s(run_directory) < STALE_S):
             continue
         for left in sorted(run_directory.iterdir()):
             if left.name.endswith(_REPLACED) and has_manifest(left):
@@ -210,13 +235,14 @@ def recover(root: Path) -> list[str]:
                     fsync_directory(root)
                     done.append(f"put {final.name} back, whose replacement was never completed")
                     continue
-            if left.is_dir():
+            if left.is_dir() and not alive:
                 # A crashed run's leavings: another process may be sweeping them too.
                 shutil.rmtree(left, ignore_errors=True)
                 done.append(f"removed {left.relative_to(root)}, left by a run that ended before completing it")
-        with contextlib.suppress(OSError):
-            owner.unlink(missing_ok=True)
-            run_directory.rmdir()
+        if not alive:
+            with contextlib.suppress(OSError):
+                owner.unlink(missing_ok=True)
+                run_directory.rmdir()
     with contextlib.suppress(OSError):
         partial.rmdir()
     return done

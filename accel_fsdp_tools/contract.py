@@ -23,6 +23,8 @@ from .live import (
     describe_optimizers,
     describe_topology,
     get_raw_optimizer,
+    get_scheduler_classes,
+    has_stepped,
     is_fsdp,
 )
 from .manifest import Manifest, ModelFacts
@@ -46,6 +48,7 @@ class Difference:
     state: str
     text: str
     fatal: bool = False
+    unavoidable: bool = False  # of the checkpoint, not of the run: reported, never refused
 
 
 def check_setup(accelerator: Accelerator) -> None:
@@ -135,7 +138,7 @@ def check_not_stepped(accelerator: Accelerator, num_updates: int | None) -> None
     """
     for index, optimizer in enumerate(accelerator._optimizers):
         raw = get_raw_optimizer(optimizer)
-        if raw.state or num_updates:
+        if has_stepped(raw) or num_updates:
             raise CallOrderError(
                 f"Optimizer {index} ({type(raw).__name__}) has made updates already: loading now would discard "
                 "training. Call load_state or Checkpointer.resume() after prepare and before the first step. To go "
@@ -206,6 +209,11 @@ def compare_with_manifest(accelerator: Accelerator, manifest: Manifest) -> list[
                 f"checkpoint's is {before.class_name} with {before.num_param_groups}"
             )
             differences.append(Difference("optimizer", text, fatal=True))
+    before_classes = manifest.accelerate.get("schedulers")
+    now_classes = get_scheduler_classes(accelerator)
+    if before_classes is not None and len(before_classes) == len(now_classes) and before_classes != now_classes:
+        text = f"the schedulers are {', '.join(now_classes)}, they were {', '.join(before_classes)} at the save"
+        differences.append(Difference("scheduler", text, fatal=True))
     topology = describe_topology(accelerator)
     for name, label in (("mixed_precision", "mixed precision"), ("device_type", "device type")):
         was, now_is = getattr(manifest.topology, name), getattr(topology, name)
@@ -218,6 +226,16 @@ def compare_with_manifest(accelerator: Accelerator, manifest: Manifest) -> list[
             differences.append(
                 Difference("scheduler", f"{text}; Accelerate steps it once per rank, so its pace changes")
             )
+    num_pending = manifest.states["optimizer"].get("num_pending", 0)
+    if num_pending:
+        text = f"{num_pending} backward pass(es) had been made since the last update; their gradients were not saved"
+        differences.append(Difference("optimizer", text, unavoidable=True))
+    if manifest.num_dataloaders == 0:
+        differences.append(
+            Difference(
+                "data", "no dataloader was prepared, so nothing is known of the data's progress", unavoidable=True
+            )
+        )
     accumulation = manifest.accelerate.get("gradient_accumulation_steps")
     if accumulation not in (None, accelerator.gradient_accumulation_steps):
         text = f"gradient accumulation is {accelerator.gradient_accumulation_steps}, it was {accumulation} at the save"
@@ -318,7 +336,7 @@ def raise_on_differences(directory: Path, differences: list[Difference], *, stri
     Raises:
         MismatchError: names every difference. Nothing has been loaded.
     """
-    refused = [difference for difference in differences if difference.fatal or strict]
+    refused = [each for each in differences if each.fatal or (strict and not each.unavoidable)]
     if not refused:
         return
     lines = "\n".join(f"  - {difference.text}" for difference in refused)

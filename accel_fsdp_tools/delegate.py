@@ -86,6 +86,33 @@ def _sync_later(directory: Path) -> Iterator[None]:
         dcp.FileSystemWriter = original
 
 
+@contextlib.contextmanager
+def _failures_come_last() -> Iterator[None]:
+    """Let a rank whose file cannot be written take part in the collectives that follow, and fail at the end.
+
+    Between two files Accelerate enters collectives (FSDP gathers the optimizer after rank 0 has written the model). A
+    rank that left at the first failed write would leave the others waiting there until their time is up.
+    """
+    import torch
+
+    original = torch.save
+    failures: list[Exception] = []
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        try:
+            original(*args, **kwargs)
+        except (OSError, RuntimeError) as error:  # torch's own zip writer raises RuntimeError for a full disk
+            failures.append(error)
+
+    torch.save = save
+    try:
+        yield
+    finally:
+        torch.save = original
+    if failures:
+        raise failures[0]
+
+
 def save_with_accelerate(accelerator: Accelerator, directory: Path) -> None:
     """Let Accelerate write into `directory`. Collective. The optimizers' state is as before afterwards.
 
@@ -94,6 +121,7 @@ def save_with_accelerate(accelerator: Accelerator, directory: Path) -> None:
     raw = [get_raw_optimizer(optimizer) for optimizer in accelerator._optimizers]
     with contextlib.ExitStack() as stack:
         stack.enter_context(neutral_naming(accelerator))
+        stack.enter_context(_failures_come_last())
         stack.enter_context(_sync_later(directory))
         if is_fsdp(accelerator):
             stack.enter_context(_attributes(accelerator, _optimizers=raw))

@@ -171,6 +171,10 @@ def check_files(
             raise CheckpointIncompleteError(
                 f"{path} is missing, the manifest lists it with {facts.size_bytes} bytes. {advice}", path=str(path)
             ) from None
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path} cannot be looked at: {error}. {advice}", path=str(path)) from error
+        if not path.is_file():
+            raise DamagedCheckpointError(f"{path} is not a file. {advice}", path=str(path))
         if size_bytes == facts.size_bytes and checksums:
             size_bytes, checksum = compute_checksum(path)
             if checksum != facts.checksum and size_bytes == facts.size_bytes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import UnsupportedError
 from .files import FileFacts
-from .live import describe_model, describe_optimizers, describe_topology
+from .live import describe_model, describe_optimizers, describe_topology, get_scheduler_classes
 from .live_fingerprints import Measured, measure_model, measure_optimizer
 from .manifest import Lineage, Manifest, ModelFacts, OptimizerFacts
 from .ranks import gather_all
@@ -91,6 +91,7 @@ def build_manifest(
     step: int | None,
     epoch: int,
     opaque_objects: Mapping[str, str],
+    num_pending: int,
     extra: Mapping[str, Any],
 ) -> Manifest:
     """Put everything together. Not collective; the same on every rank but for the time."""
@@ -108,7 +109,7 @@ def build_manifest(
                 "opaque_objects": dict(opaque_objects),
                 "divergent": list(inventory.divergent),
             },
-            "optimizer": {"count": len(accelerator._optimizers)},
+            "optimizer": {"count": len(accelerator._optimizers), "num_pending": num_pending},
             "scheduler": {"count": len(accelerator._schedulers)},
             "rng": {"num_ranks": accelerator.num_processes},
             "data": {"count": len(accelerator._dataloaders)},
@@ -124,6 +125,7 @@ def build_manifest(
             "save_iteration": accelerator.save_iteration,
             "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
             "has_scaler": accelerator.scaler is not None,
+            "schedulers": get_scheduler_classes(accelerator),
         },
         extra=extra,
     )

@@ -5,6 +5,7 @@ Walks what FSDP holds (flat parameters, DTensors) without gathering anything. No
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,16 @@ def describe_topology(accelerator: Accelerator) -> Topology:
         device_type=accelerator.device.type,
         mesh=dict(zip(names, mesh.shape, strict=True)) if mesh is not None and names else None,
     )
+
+
+def get_scheduler_classes(accelerator: Accelerator) -> list[str]:
+    """Return the class names of the prepared schedulers."""
+    return [type(getattr(each, "scheduler", each)).__name__ for each in accelerator._schedulers]
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has made an update, as far as its state tells: plain SGD has none, Adagrad's comes early."""
+    return any(float(state["step"]) > 0 if "step" in state else bool(state) for state in optimizer.state.values())
 
 
 def is_fsdp(accelerator: Accelerator) -> bool:
@@ -80,7 +91,7 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
         class_name=get_class_name(inner),
         tensors=tuple(tensors.values()),
         ties=tuple(tuple(sorted(set(names))) for names in groups.values() if len(set(names)) > 1),
-        config=None if config is None or not hasattr(config, "to_diff_dict") else config.to_diff_dict(),
+        config=None if config is None or not hasattr(config, "to_diff_dict") else _to_json(config.to_diff_dict()),
         is_peft=hasattr(inner, "peft_config"),
     )
 
@@ -121,6 +132,17 @@ def iterate_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.P
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+def _to_json(value: Any) -> Any:
+    """Turn a config into what JSON can hold; infinity and NaN, which some configs have, become text."""
+    if isinstance(value, dict):
+        return {str(key): _to_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _describe(name: str, dtype: Any, shape: Any, requires_grad: bool, kind: str) -> TensorFacts:

@@ -13,9 +13,8 @@ from .delegate import load_with_accelerate
 from .errors import (
     CheckpointIncompleteError,
     CheckpointNotFoundError,
-    DataProgressError,
+    DamagedCheckpointError,
     MismatchError,
-    RngStateError,
     UsageError,
 )
 from .files import check_files, list_files
@@ -25,11 +24,9 @@ from .load_notes import LoadNotes, build_report
 from .manifest import DIRECTORY, Manifest, has_manifest, read_manifest
 from .optimizer_io import load_optimizer
 from .progress import track as track_loaders
-from .rank_objects import read_rank_objects
-from .rank_state import RankState, read_rank_state
+from .rank_restore import read_rank_part, restore_objects, restore_rank_part
 from .ranks import get_rank, get_world_size, run_on_main, run_together, wait_for_ranks
 from .report import LoadReport
-from .rng import derive
 from .steps import follow_steps
 from .verify_live import require_verified, verify_model
 
@@ -90,26 +87,18 @@ def load_state(
     kind = run_together("looking at the files", lambda: layout.detect_state_dict_type(directory))[get_rank()]
     findings = LoadNotes()
     run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, strict, findings))
-    run_together("checking the files", lambda: _check_files(directory, manifest, verify, findings))
+    run_together("checking the files", lambda: _check_files(directory, manifest, verify, strict, findings))
     run_together(
         "scanning for code in pickles",
         lambda: scan_checkpoint(directory, allow_objects=allow_objects, share=(get_rank(), get_world_size())),
     )
-    states = run_together(
-        "reading RNG and data progress",
-        lambda: _read_rank_state(accelerator, directory, manifest, strict, findings),
-    )
+    part = read_rank_part(accelerator, directory, manifest, strict=strict, notes=findings)
     _load_with_accelerate(accelerator, directory, manifest, kind, findings)
     if verify in _AFTER_LOAD:
         _verify_memory(accelerator, directory, verify, findings)
     if manifest is not None:
-        run_together(
-            "restoring registered objects", lambda: _restore_objects(accelerator, directory, manifest, findings)
-        )
-    run_together(
-        "restoring RNG and data progress",
-        lambda: _restore_rank_state(accelerator, manifest, states, strict, findings),
-    )
+        restore_objects(accelerator, directory, manifest, findings)
+    restore_rank_part(accelerator, manifest, part, strict=strict, notes=findings)
     return build_report(accelerator, directory, manifest, findings)
 
 
@@ -223,53 +212,30 @@ def _note_adaptations(
         )
 
 
-def _check_files(directory: Path, manifest: Manifest | None, verify: str, findings: LoadNotes) -> None:
+def _check_files(directory: Path, manifest: Manifest | None, verify: str, strict: bool, findings: LoadNotes) -> None:
+    """Check this rank's part of the files: those of its own state, and its share of all others."""
     if verify == "off" or manifest is None:
         return
     rank, world_size = get_rank(), get_world_size()
-    check_files(directory, manifest.files[rank::world_size], checksums=verify != "size")
+    checksums = verify != "size"
+    shared = [file for file in manifest.files if not file.path.startswith(f"{DIRECTORY}/")]
+    check_files(directory, shared[rank::world_size], checksums=checksums)
+    own = [
+        file
+        for file in manifest.files
+        if file.path.startswith(f"{DIRECTORY}/") and layout.get_writer_rank(file.path) % world_size == rank
+    ]
+    try:
+        check_files(directory, own, checksums=checksums)
+    except (CheckpointIncompleteError, DamagedCheckpointError) as error:
+        if strict:
+            raise
+        findings.absent["rng"] = findings.absent["data"] = str(error)
     if rank == 0:
         listed = {file.path for file in manifest.files}
         extra = [name for name in list_files(directory) if name not in listed and name != f"{DIRECTORY}/manifest.json"]
         if extra:
             findings.notes.append(f"{len(extra)} file(s) that the manifest does not list: {', '.join(extra[:5])}")
-
-
-def _read_rank_state(
-    accelerator: Accelerator, directory: Path, manifest: Manifest | None, strict: bool, findings: LoadNotes
-) -> RankState | None:
-    """Read this rank's generators and loaders, or None if they are absent and that is acceptable."""
-    rank = accelerator.process_index
-    if manifest is None:
-        _check_foreign_rng(directory, rank, findings)
-        findings.absent["data"] = "the checkpoint was not written by this package and holds no data progress"
-        return None
-    if rank >= manifest.topology.world_size:
-        return None
-    try:
-        state = read_rank_state(directory / DIRECTORY, rank)
-        differences = track_loaders(accelerator).check(state.loaders)
-    except (RngStateError, DataProgressError) as error:
-        if strict:
-            raise
-        name = "rng" if isinstance(error, RngStateError) else "data"
-        findings.absent[name] = str(error)
-        return None
-    if differences and strict:
-        contract.raise_on_differences(
-            directory, [contract.Difference("data", text) for text in differences], strict=True
-        )
-    findings.reasons["data"].extend(differences)
-    return state
-
-
-def _check_foreign_rng(directory: Path, rank: int, findings: LoadNotes) -> None:
-    if (directory / f"random_states_{rank}.pkl").exists():
-        findings.reasons["rng"].append(
-            "restored by Accelerate from its own file; without a manifest nothing tells whether it is whole"
-        )
-    else:
-        findings.absent["rng"] = f"there is no random_states_{rank}.pkl for rank {rank}"
 
 
 @contextmanager
@@ -341,54 +307,3 @@ def _note_stateless(
             f"optimizer {index}: {len(fresh)} trainable parameter(s) had no state when saved (they never got a "
             f"gradient) and start without: {', '.join(fresh[:5])}"
         )
-
-
-def _restore_objects(accelerator: Accelerator, directory: Path, manifest: Manifest, findings: LoadNotes) -> None:
-    """Give this rank the registered objects' states that differed from rank 0's, which Accelerate has loaded."""
-    divergent = manifest.states["model"].get("divergent", [])
-    if divergent:
-        findings.reasons["model"].append(
-            f"{len(divergent)} tensor(s) differed between ranks at the save ({divergent[0]}, ...): all have rank 0's"
-        )
-    for index, state in read_rank_objects(directory / DIRECTORY, get_rank()).items():
-        accelerator._custom_objects[index].load_state_dict(state)
-    if get_world_size() > 1:
-        findings.reasons["model"].extend(
-            f"registered object {index} {problem}, so it cannot be compared between ranks: all have rank 0's value"
-            for index, problem in manifest.states["model"].get("opaque_objects", {}).items()
-        )
-
-
-def _restore_rank_state(
-    accelerator: Accelerator,
-    manifest: Manifest | None,
-    states: list[RankState | None],
-    strict: bool,
-    findings: LoadNotes,
-) -> None:
-    state = states[get_rank()]
-    tracker = track_loaders(accelerator)
-    if state is None:
-        if manifest is not None and get_rank() >= manifest.topology.world_size:
-            _derive_new_rank(states, findings)
-        return
-    for outcome in tracker.restore(state.loaders, strict=strict):
-        if outcome.status == "absent":
-            findings.absent["data"] = f"dataloader {outcome.index}: {outcome.reason}"
-        elif outcome.status == "approximate":
-            findings.reasons["data"].append(f"dataloader {outcome.index}: {outcome.reason}")
-    unused = state.rng.restore()
-    if unused:
-        findings.notes.append(f"saved generators of {', '.join(unused)} are not used: there is no such device here")
-
-
-def _derive_new_rank(states: list[RankState | None], findings: LoadNotes) -> None:
-    """Give a rank that did not exist at the save generators of its own, the same at every such resume."""
-    rank = get_rank()
-    known = next((state for state in states if state is not None), None)
-    if known is None:
-        findings.absent["rng"] = "no rank's generators could be read"
-    else:
-        derive(known.rng, rank).restore()
-        findings.reasons["rng"].append(f"rank {rank} did not exist at the save: derived from rank 0's generators")
-    findings.absent["data"] = f"rank {rank} did not exist at the save"

@@ -42,7 +42,7 @@ def build_report(
         absent = list(dict.fromkeys(each.absent[name] for each in everyone if name in each.absent))
         if absent:
             states[name] = StateOutcome(Status.ABSENT, "", tuple(absent + reasons))
-        elif counts[name] == 0:
+        elif counts[name] == 0 and not reasons:
             states[name] = StateOutcome(Status.NOT_USED)
         else:
             status = Status.APPROXIMATE if reasons else Status.RESTORED

@@ -162,7 +162,7 @@ def read_manifest(directory: Path) -> Manifest:
         )
     try:
         manifest = _build_manifest(raw)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ManifestError(
             f"{path} is incomplete or damaged ({type(error).__name__}: {error}). {advice}", path=str(path)
         ) from error
@@ -207,6 +207,28 @@ def _build_manifest(raw: Mapping[str, Any]) -> Manifest:
         models=models,
         optimizers=optimizers,
     )
-    if set(STATES) - set(manifest.states):
-        raise ValueError(f"states are {sorted(manifest.states)}")
+    _check_types(manifest)
     return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise TypeError or ValueError if a value that others rely on is of another kind than written."""
+    for name in ("versions", "states", "accelerate", "extra"):
+        if not isinstance(getattr(manifest, name), dict):
+            raise TypeError(f"{name} is no object")
+    if set(STATES) - set(manifest.states) or not all(isinstance(each, dict) for each in manifest.states.values()):
+        raise ValueError(f"states are {sorted(manifest.states)}")
+    lineage = manifest.lineage
+    texts: tuple[Any, ...] = (lineage.checkpoint_id, lineage.run_id)
+    if not all(isinstance(each, str) for each in texts):
+        raise TypeError("lineage has no ids")
+    numbers: dict[str, Any] = {
+        "attempt": lineage.attempt,
+        "world_size": manifest.topology.world_size,
+        **{name: getattr(manifest, name) for name in ("num_schedulers", "num_dataloaders", "num_custom_objects")},
+    }
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise TypeError(f"{name} is {value!r}")
+    if any(file.size_bytes < 0 for file in manifest.files):
+        raise ValueError("a file has a negative size")

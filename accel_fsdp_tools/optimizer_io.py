@@ -114,7 +114,9 @@ def _load_sharded_fsdp1(plugin: Any, model: torch.nn.Module, raw: torch.optim.Op
             optimizer_key="optimizer",
             storage_reader=dcp.FileSystemReader(path),
         )
-        raw.load_state_dict(FSDP.optim_state_dict_to_load(model, raw, state["optimizer"]))
+        # Without any state on disk (no update yet, or plain SGD) the key is missing altogether.
+        loaded = {"state": {}, **state["optimizer"]}
+        raw.load_state_dict(FSDP.optim_state_dict_to_load(model, raw, loaded))
     return _find_flat_stateless(model, saved)
 
 

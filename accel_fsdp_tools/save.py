@@ -149,6 +149,7 @@ def write_checkpoint(
             step=step if step is not None else counter.count,
             epoch=epoch if epoch is not None else max((each.epoch for each in loaders), default=0),
             opaque_objects=opaque,
+            num_pending=0 if accelerator.optimizer_step_was_skipped else counter.num_pending,
             extra=extra or {},
         )
         run_on_main("committing", lambda: _commit(staging, manifest))

@@ -1,13 +1,14 @@
-"""How many updates the optimizers of an accelerator have made, counted where they happen."""
+"""How many updates the optimizers of an accelerator have made, and whether gradients wait for one."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .live import get_raw_optimizer
+from .live import get_raw_optimizer, has_stepped
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
 class StepCounter:
     """Counts updates of the first prepared optimizer.
 
-    `count` is None when it cannot be known: the optimizer had made updates before anyone counted.
+    `count` is None when it cannot be known: the optimizer had made updates before anyone counted. `num_pending` counts
+    the calls of `accelerator.backward` since the last update of any optimizer.
     """
 
     def __init__(self) -> None:
         self.count: int | None = None
+        self.num_pending = 0
         self._paused = False
         self._followed: weakref.ref[Any] | None = None
 
@@ -32,12 +35,31 @@ class StepCounter:
         if self._followed is not None and self._followed() is raw:
             return
         self._followed = weakref.ref(raw)
-        self.count = None if raw.state else 0
+        self.count = None if has_stepped(raw) else 0
         raw.register_step_post_hook(self._notice)
+        for other in accelerator._optimizers:
+            get_raw_optimizer(other).register_step_post_hook(self._forget_pending)
+        self._count_backwards(accelerator)
 
     def _notice(self, *_: Any) -> None:
         if self.count is not None and not self._paused:
             self.count += 1
+
+    def _forget_pending(self, *_: Any) -> None:
+        self.num_pending = 0
+
+    def _count_backwards(self, accelerator: Accelerator) -> None:
+        """Count the calls of `accelerator.backward`: a script may accumulate gradients without `accumulate`."""
+        if "backward" in vars(accelerator):
+            return
+        original = accelerator.backward
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self.num_pending += 1
+            return original(*args, **kwargs)
+
+        accelerator.backward = backward
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from accel_fsdp_tools import phases
 from accel_fsdp_tools.commit import (
+    FOREIGN_PARTIAL_STALE_S,
     OWNER_NAME,
     PARTIAL,
     check_target,
@@ -20,6 +22,7 @@ from accel_fsdp_tools.commit import (
     delete_checkpoint,
     discard_staging,
     find_checkpoints,
+    make_root,
     open_staging,
     recover,
 )
@@ -103,6 +106,52 @@ def test_a_killed_process_counts_as_dead(tmp_path: Path) -> None:
     assert (tmp_path / PARTIAL / "victim").is_dir()
     recover(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def _move_to_another_host(root: Path, *, age_s: float) -> None:
+    """Make the owners of what lies in `.partial` look like runs elsewhere that were last heard of `age_s` ago."""
+    when = time.time() - age_s
+    for owner in (root / PARTIAL).glob(f"*/{OWNER_NAME}"):
+        raw = json.loads(owner.read_text())
+        raw["host"] = "another-host"
+        owner.write_text(json.dumps(raw))
+        os.utime(owner, (when, when))
+        os.utime(owner.parent, (when, when))
+
+
+def test_a_partial_of_another_host_is_left_for_a_day(tmp_path: Path) -> None:
+    _stage(tmp_path / "step_1", step=1)
+    _move_to_another_host(tmp_path, age_s=FOREIGN_PARTIAL_STALE_S - 3600)
+    assert recover(tmp_path) == []
+    assert (tmp_path / PARTIAL / "me" / "step_1").is_dir()
+    _move_to_another_host(tmp_path, age_s=FOREIGN_PARTIAL_STALE_S + 3600)
+    assert any("step_1" in line for line in recover(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_host_set_aside_is_put_back_sooner(tmp_path: Path) -> None:
+    commit_staging(_stage(tmp_path / "last", step=1))
+    staging = _stage(tmp_path / "last", step=2)
+    staging.final.rename(staging.set_aside)
+    _move_to_another_host(tmp_path, age_s=5)
+    assert recover(tmp_path) == [], "it may be in the middle of it"
+    _move_to_another_host(tmp_path, age_s=600)
+    assert any("put last back" in line for line in recover(tmp_path))
+    assert read_manifest(tmp_path / "last").step == 1
+    assert staging.partial.is_dir()
+
+
+def test_making_the_root(tmp_path: Path) -> None:
+    root = tmp_path / "a" / "b"
+    make_root(root)
+    make_root(root)
+    assert root.is_dir()
+    file = tmp_path / "file"
+    file.touch()
+    for bad in (file, file / "below", Path("/proc/nothing/here")):
+        with pytest.raises(StorageError, match="permissions") as caught:
+            make_root(bad)
+        assert caught.value.path == str(bad)
 
 
 def test_discarding_removes_the_partial(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_a_sampler_without_the_saved_generator_is_refused() -> None:
     sampler = HiddenTorchSampler(10, 1)
     sampler.parts = {"other": sampler.parts["dice"]}
     accelerator, loader = _prepare(DataLoader(NoisyDataset(10), sampler=sampler))
-    with pytest.raises(DataProgressError, match=r"no batch_sampler\.sampler\.parts\.dice"):
+    with pytest.raises(DataProgressError, match=r"sampler\.parts\.dice, which is not a place that this"):
         track(accelerator).restore(saved)
 
 
@@ -544,9 +544,23 @@ def test_a_record_survives_json_and_tensors() -> None:
     assert not any(tensor.dtype == torch.float32 for tensor in tensors.values())
 
 
+def _add_scalar(data: dict[str, Any], path: list[Any], value: Any) -> None:
+    data["attributes"]["now"]["scalars"].append({"path": path, "value": value})
+
+
 _FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "missing count": lambda data: data.pop("batch"),
     "negative count": lambda data: data.update(samples=-1),
+    "count beyond any run": lambda data: data.update(iteration=1 << 60),
+    "negative digest": lambda data: data.update(digest=-1),
+    "digest of more than 32 bits": lambda data: data.update(digest=1 << 32),
+    "unknown moment": lambda data: data["moments"].update(later=data["moments"]["now"]),
+    "no path": lambda data: data["moments"]["now"]["generators"][0].update(path="sampler"),
+    "empty path": lambda data: data["moments"]["now"]["generators"][0].update(path=[]),
+    "list in a path": lambda data: data["moments"]["now"]["generators"][0].update(path=["sampler", []]),
+    "no kind": lambda data: data["moments"]["now"]["generators"][0].pop("kind"),
+    "object for a value": lambda data: _add_scalar(data, ["sampler", "num_items"], {"a": 1}),
+    "same path twice": lambda data: [_add_scalar(data, ["sampler", "num_items"], value) for value in (1, 2)],
     "bool for a count": lambda data: data.update(epoch=True),
     "unknown state": lambda data: data.update(state="asleep"),
     "contradiction": lambda data: data.update(state="idle"),

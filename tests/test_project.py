@@ -32,7 +32,7 @@ LAYERS: list[set[str]] = [
     {"contract", "delegate", "load_notes", "optimizer_io", "shards", "steps"},
     {"optimizer_shards", "rank_sums"},
     {"compare_live", "live_fingerprints"},
-    {"inventory", "tracking", "verify_live"},
+    {"inventory", "rank_restore", "tracking", "verify_live"},
     {"save", "load"},
     {"checkpointer", "cpu_fsdp"},
     {"cli"},

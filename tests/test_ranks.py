@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from accel_fsdp_tools import ranks
-from accel_fsdp_tools.errors import MismatchError, RankFailedError, RankMissingError, UsageError
+from accel_fsdp_tools.errors import CallOrderError, MismatchError, RankFailedError, RankMissingError, UsageError
 from tests.harness import collect, run_ranks, run_ranks_expecting, start_ranks
 
 
@@ -78,23 +79,124 @@ def test_main_failure_is_raised_everywhere(tmp_path: Path) -> None:
         assert (error.rank, error.path) == (0, "p")
 
 
-def _one_never_arrives() -> None:
-    _init()
-    ranks.gather_all(0)
-    if ranks.get_rank() == 1:
-        time.sleep(60)
+def _one_is_late(late: int, file: str | None) -> None:
+    import torch.distributed as dist
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    where = {"init_method": f"file://{file}", "rank": rank, "world_size": world_size} if file else {}
+    dist.init_process_group("gloo", **where)
+    if rank == late:
+        time.sleep(8)
     ranks.wait_for_ranks("saving", timeout_s=2)
 
 
-def test_missing_rank_is_named_within_the_timeout(tmp_path: Path) -> None:
-    processes = start_ranks(_one_never_arrives, world_size=2, folder=tmp_path)
-    started = time.monotonic()
-    outcomes = collect(processes, folder=tmp_path, grace_s=0.5)
-    assert time.monotonic() - started < 40
-    error = outcomes[0].error
+@pytest.mark.parametrize("store", ["tcp", "file"])
+@pytest.mark.parametrize("late", [0, 2])
+def test_missing_rank_is_named_by_all_others_on_the_first_call(tmp_path: Path, late: int, store: str) -> None:
+    file = str(tmp_path / "store") if store == "file" else None
+    processes = start_ranks(_one_is_late, late, file, world_size=3, folder=tmp_path / "ranks")
+    outcomes = collect(processes, folder=tmp_path / "ranks", timeout_s=60)
+    assert all(isinstance(outcome.error, RankMissingError) for outcome in outcomes), outcomes
+    for outcome in outcomes:
+        if outcome.rank != late:
+            assert isinstance(outcome.error, RankMissingError)
+            assert (outcome.error.missing_ranks, outcome.error.rank) == ((late,), late)
+            assert f"saving: rank(s) {late} did not arrive" in str(outcome.error)
+            assert outcome.error_time < outcomes[late].error_time, "did not wait for the late one"
+    if store == "file" or late == 0:  # otherwise the store has gone with rank 0
+        assert "came too late" in str(outcomes[late].error)
+
+
+def _freeze_main() -> None:
+    _init()
+    if ranks.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    ranks.wait_for_ranks("saving", timeout_s=1)
+
+
+def test_a_frozen_keeper_of_the_store_is_named(tmp_path: Path) -> None:
+    outcomes = collect(start_ranks(_freeze_main, folder=tmp_path), folder=tmp_path, timeout_s=60, grace_s=0.5)
+    error = outcomes[1].error
     assert isinstance(error, RankMissingError)
-    assert error.missing_ranks == (1,)
-    assert "rank(s) 1" in str(error)
+    assert error.missing_ranks == (0,)
+    assert "does not answer" in str(error)
+
+
+def _call_differently() -> None:
+    _init()
+    if ranks.get_rank() == 1:
+        time.sleep(0.5)
+    ranks.wait_for_ranks("load_state" if ranks.get_rank() == 1 else "save_state", timeout_s=30)
+
+
+def test_different_calls_are_told_to_every_rank(tmp_path: Path) -> None:
+    for error in run_ranks_expecting(CallOrderError, _call_differently, world_size=3, folder=tmp_path):
+        assert isinstance(error, CallOrderError)
+        assert "rank(s) 0, 2: save_state; rank(s) 1: load_state" in str(error)
+        assert (error.rank, error.expected, error.actual) == (1, "save_state", "load_state")
+
+
+def _collective_against_call() -> None:
+    _init()
+    if ranks.get_rank() == 1:
+        ranks.gather_all(0)  # makes the control group
+    else:
+        ranks.wait_for_ranks("save_state", timeout_s=30)
+
+
+def test_the_control_group_is_made_only_when_all_ranks_want_it(tmp_path: Path) -> None:
+    for error in run_ranks_expecting(CallOrderError, _collective_against_call, folder=tmp_path):
+        assert "rank(s) 0: save_state; rank(s) 1: making the group" in str(error)
+
+
+def _meet_again() -> object:
+    _init()
+    failures = []
+    for calls in (("a", "a"), ("a", "b")):
+        if ranks.get_rank() == 0 and calls == ("a", "a"):
+            time.sleep(3)
+        try:
+            ranks.wait_for_ranks(calls[ranks.get_rank()], timeout_s=1 if calls == ("a", "a") else 30)
+        except (RankMissingError, CallOrderError) as error:
+            failures.append(type(error).__name__)
+    for _ in range(3):
+        ranks.wait_for_ranks("again", timeout_s=30)
+    ranks.gather_all(0)
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    names = ("call/0", "call/1", "call", "differs", "count", "verdict", "seen")
+    left = [f"{g}/{name}" for g in range(1, 5) for name in names if store.check([f"accel_fsdp_tools/{g}/{name}"])]
+    ranks.gather_all(0)
+    return failures, left
+
+
+def test_after_a_failure_the_ranks_meet_again_and_old_keys_go(tmp_path: Path) -> None:
+    expected = (["RankMissingError", "CallOrderError"], [])
+    assert run_ranks(_meet_again, folder=tmp_path) == [expected] * 2
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_other_stores(tmp_path: Path, kind: str, missing: int) -> None:
+    import torch.distributed as dist
+
+    shared = dist.HashStore()
+    present = 3 - missing
+    verdicts: dict[int, ranks._Verdict] = {}
+
+    def meet(rank: int) -> None:
+        store = shared if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 3)
+        meeting = ranks._Meeting(dist.PrefixStore("default_pg", store), 1, rank, 3)
+        verdicts[rank] = meeting.hold("saving", 2 if missing else 60)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(present)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(verdicts) == list(range(present))
+    assert {verdict.missing for verdict in verdicts.values()} == {(2,) if missing else None}
 
 
 def _die() -> None:

@@ -485,10 +485,10 @@ def test_a_save_right_after_an_evaluation(tmp_path: Path, version: int) -> None:
     assert loaded[0][1].exact
 
 
-def _save_before_the_first_update(path: str) -> tuple[Any, Any]:
+def _save_before_the_first_update(path: str, setup: Setup) -> tuple[Any, Any]:
     from accel_fsdp_tools import Checkpointer
 
-    objects = build(SMALL, seed=1)
+    objects = build(setup, seed=1)
     empty_before = not objects.optimizer.optimizer.state
     with Checkpointer(objects.accelerator, path) as checkpointer:
         position = checkpointer.resume()
@@ -499,14 +499,19 @@ def _save_before_the_first_update(path: str) -> tuple[Any, Any]:
     return (empty_before, empty_after), _digests(objects)
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_save_before_the_first_update_changes_nothing(tmp_path: Path, version: int) -> None:
+def test_a_save_before_the_first_update_changes_nothing(
+    tmp_path: Path, version: int, kind: str, optimizer: str
+) -> None:
     # torch takes a dummy step to name an empty optimizer's state; its step count must not stay behind.
-    first = run_ranks(_save_before_the_first_update, str(tmp_path / "c"), folder=tmp_path / "r0")
-    second = run_ranks(_save_before_the_first_update, str(tmp_path / "c"), folder=tmp_path / "r1")
+    setup = Setup(num_items=24, accumulation=1, fsdp_version=version, state_dict_type=kind, optimizer=optimizer)
+    first = run_ranks(_save_before_the_first_update, str(tmp_path / "c"), setup, folder=tmp_path / "r0")
+    second = run_ranks(_save_before_the_first_update, str(tmp_path / "c"), setup, folder=tmp_path / "r1")
     assert first == second
     assert first[0][0] == (True, True)
-    plain = run_ranks(_save, str(tmp_path / "p"), plain=True, num_batches=3, folder=tmp_path / "r2")
+    plain = run_ranks(_save, str(tmp_path / "p"), setup, plain=True, num_batches=3, folder=tmp_path / "r2")
     assert [digests for _, digests in first] == plain, "the saves did not disturb the run"
 
 

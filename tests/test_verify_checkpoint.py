@@ -18,14 +18,23 @@ from typing import Any
 import pytest
 import torch
 
-from accel_fsdp_tools import verify_checkpoint
+from accel_fsdp_tools import open_checkpoint, verify_checkpoint
 from accel_fsdp_tools.errors import CheckpointNotFoundError, UsageError
 from accel_fsdp_tools.extents import get_whole
 from accel_fsdp_tools.files import list_files, seal_files
 from accel_fsdp_tools.findings import Finding, Severity, VerifyReport
 from accel_fsdp_tools.fingerprint import Fingerprint, combine, fingerprint_tensor
+from accel_fsdp_tools.formats.reading import read_part
 from accel_fsdp_tools.formats.zips import open_torch_zip, open_window
-from accel_fsdp_tools.manifest import DIRECTORY, MANIFEST_PATH, ModelFacts, TensorFacts, read_manifest, write_manifest
+from accel_fsdp_tools.manifest import (
+    DIRECTORY,
+    MANIFEST_PATH,
+    ModelFacts,
+    OptimizerFacts,
+    TensorFacts,
+    read_manifest,
+    write_manifest,
+)
 from tests.attacks import BOMB_NAME, Bomb, read_metadata, replace_item, save_to_bytes, write_metadata
 from tests.harness import run_ranks
 from tests.manifests import make_manifest
@@ -185,6 +194,58 @@ def test_progress_ends_at_the_total(made: dict[str, Path]) -> None:
             assert done[-1] == totals[-1] > 100_000
 
 
+class _Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.arange(8) + index
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def _train_with_trainer(folder: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from accel_fsdp_tools import enable_cpu_fsdp
+    from tests.models import LAYER_CLASS, build_tiny_llama
+
+    enable_cpu_fsdp()
+    config = {
+        "fsdp_version": 2,
+        "transformer_layer_cls_to_wrap": [LAYER_CLASS],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+    arguments = TrainingArguments(
+        folder,
+        max_steps=1,
+        save_steps=1,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        fsdp="full_shard auto_wrap",
+        fsdp_config=config,
+    )
+    Trainer(build_tiny_llama(num_layers=1), arguments, train_dataset=_Sequences()).train()
+
+
+def test_what_the_trainer_writes_verifies_and_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    environment = {"ACCELERATE_USE_FSDP": "true"}
+    run_ranks(_train_with_trainer, str(tmp_path / "t"), folder=tmp_path / "r", environment=environment)
+    path = tmp_path / "t" / "checkpoint-1"
+    report = verify_checkpoint(path, scan=True)
+    assert report.ok, str(report)
+    assert report.counts["tensors"] == 48
+    for name in ("rng_state_1.pth", "scheduler.pt", f"{OPTIMIZER}/__1_0.distcp"):
+        _flip(path / name, 120)  # in data.pkl
+    report = verify_checkpoint(path)
+    assert {each.path for each in _find(report, "crc")} == {
+        "rng_state_1.pth",
+        "scheduler.pt",
+        f"{OPTIMIZER}/__1_0.distcp",
+    }
+
+
 # -- flipped bits ----------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +293,10 @@ def _save_small(directory: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+def _read(path: Path) -> dict[str, bytes]:
+    return {name: bytes(read_part(tensor)) for name, tensor in open_checkpoint(path).tensors.items()}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_without_a_manifest_crcs_find_every_bit_of_tensors_and_pickles(tmp_path: Path) -> None:
     _save_small(tmp_path / "c")
@@ -247,11 +312,12 @@ def test_without_a_manifest_crcs_find_every_bit_of_tensors_and_pickles(tmp_path:
         _flip(file, position, bit)
         assert _find(verify_checkpoint(tmp_path / "c"), "crc")[0].path == file.name
         _flip(file, position, bit)
+    good = _read(tmp_path / "c")
     # The rest is alignment, names, times and flags: not covered by a CRC, and not what a tensor is made of.
     for position in generator.sample(sorted(set(range(file.stat().st_size)) - covered), 100):
         _flip(file, position)
-        report = verify_checkpoint(tmp_path / "c")
-        assert report.ok == (not _codes(report))
+        if verify_checkpoint(tmp_path / "c").ok:
+            assert _read(tmp_path / "c") == good
         _flip(file, position)
     assert verify_checkpoint(tmp_path / "c").ok
 
@@ -498,11 +564,11 @@ def test_a_flipped_bit_in_the_manifest_never_raises(copy: Callable[..., Path]) -
     good = file.read_bytes()
     generator = random.Random(4)
     found = 0
-    for _ in range(100):
+    for _ in range(60):
         file.write_bytes(good)
         _flip(file, generator.randrange(len(good)), generator.randrange(8))
         found += not verify_checkpoint(path, fingerprints=True).ok
-    assert found > 60, "what it says about the run (its step, versions) is recorded nowhere else"
+    assert found > 30, "what it says about the run (its step, versions) is recorded nowhere else"
 
 
 @pytest.mark.parametrize(
@@ -510,19 +576,9 @@ def test_a_flipped_bit_in_the_manifest_never_raises(copy: Callable[..., Path]) -
     [
         {"topology": {"world_size": 10**15, "distributed_type": "FSDP"}},
         {"topology": {"world_size": "two", "distributed_type": "FSDP"}},
-        {
-            "models": [
-                {
-                    "class_name": "M",
-                    "tensors": [{"fqn": 1, "dtype": None, "shape": [-5], "requires_grad": 0, "kind": ""}],
-                }
-            ]
-        },
-        {
-            "optimizers": [
-                {"class_name": "", "num_param_groups": "", "num_parameters": "", "model_index": 0, "fingerprints": 3}
-            ]
-        },
+        {"models": [{"class_name": "M", "tensors": [{**FACTS, "fqn": 1, "dtype": None, "shape": [-5]}]}]},
+        {"optimizers": [{"class_name": "", "num_param_groups": "", "num_parameters": "", "fingerprints": 3}]},
+        {"optimizers": [{**dataclasses.asdict(OptimizerFacts("", 1, 1, 0)), "fingerprints": 3}]},
         {"accelerate": None},
     ],
 )
@@ -723,7 +779,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         file.truncate(8 + len(header) + 4 * numbers)
     code = """
 import sys
-from accel_fsdp_tools import verify_checkpoint
+from accel_fsdp_tools import open_checkpoint, verify_checkpoint
 def read(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name + ":"))
 before = read("VmRSS")

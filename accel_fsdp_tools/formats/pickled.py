@@ -5,31 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-DTYPE_SIZES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "uint16": 2,
-    "int16": 2,
-    "uint32": 4,
-    "int32": 4,
-    "uint64": 8,
-    "int64": 8,
-    "float4_e2m1fn_x2": 1,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex32": 4,
-    "complex64": 8,
-    "complex128": 16,
-}
-"""Bytes per element of every torch dtype that a tensor in a checkpoint may have, by its name without `torch.`."""
+from ..extents import DTYPE_SIZES
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DamagedCheckpointError, UnsupportedError
-from ..extents import Box, ByteRange, DiskTensor, Extent, Part, get_whole, is_row_major
+from ..extents import DTYPE_SIZES, Box, ByteRange, DiskTensor, Extent, Part, get_whole, is_row_major
 from .checkpoint import KeyPath
-from .pickled import DTYPE_SIZES, PickledObject, TensorRef
+from .pickled import PickledObject, TensorRef
 from .pickles import load_pickle
 from .zips import ZIP_MAGIC, Payload, TorchZip, Window, open_torch_zip, open_window
 

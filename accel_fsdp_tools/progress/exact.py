@@ -29,6 +29,7 @@ from .feed import IndexFeed
 from .follow import Follower, Pass, make_outcome
 from .generators import FoundGenerator, find_generators
 from .moments import Moment
+from .places import Places
 from .records import LoaderOutcome, LoaderPosition, LoaderProgress
 
 if TYPE_CHECKING:
@@ -233,8 +234,11 @@ class ExactFollower(Follower):
 
     def validate(self, saved: LoaderProgress) -> None:
         if saved.restorable:
+            places = Places(self.loader)
             for moment in saved.moments.values():
-                moment.validate(self.loader)
+                moment.validate(places)
+            for states in saved.attributes.values():
+                states.validate(places)
 
     def restore(self, saved: LoaderProgress, session: RestoreSession) -> LoaderOutcome:
         if not saved.restorable:

@@ -3,11 +3,12 @@
 A loader's order can hang on a generator anywhere: in the DataLoader, in any sampler of the chain that Accelerate
 wraps, in a dataset or its transforms, in a collate function. All objects reachable from the loader's parts are
 visited (with limits), and each generator is remembered under its *path*: the attribute names and keys that lead to
-it. After a resume the path is followed in the new process, so that it doesn't matter which alias was found first.
+it. After a resume the new process's loader is walked too, and the paths are looked up there (`places.py`).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import types
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DataProgressError
 from ..rng import (
     check_bytes,
     decode_numpy_state,
@@ -34,9 +34,13 @@ Path = tuple[str | int, ...]
 
 SAMPLER_ROOTS = ("generator", "batch_sampler", "sampler")
 DATA_ROOTS = ("dataset", "collate_fn")
-_MAX_DEPTH = 7
+MAX_DEPTH = 7
 _MAX_OBJECTS = 4000
 _MAX_ITEMS = 64  # containers longer than this hold data, not parts
+_MAX_STEP = 60  # characters of a step in a message
+_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+# numpy takes any number for these, and then reads its memory at that place.
+_LARGEST = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1, "uinteger": (1 << 32) - 1}
 _LEAVES = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, np.ndarray, np.generic,
     types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.GeneratorType, range, set, frozenset,
@@ -122,24 +126,76 @@ def write_state(generator: Any, state: GeneratorState) -> None:
         if state.kind == "torch":
             generator.set_state(state.state)
         elif state.kind == "numpy":
+            check_numpy_state(state.state, generator.bit_generator.state)
             generator.bit_generator.state = state.state
         elif state.kind == "numpy_legacy":
+            check_numpy_state(state.state, generator.get_state(legacy=False))
             generator.set_state(state.state)
         else:
             generator.setstate(state.state)
-    except (RuntimeError, TypeError, OverflowError) as error:
+    except (RuntimeError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(str(error)) from error
 
 
+def check_numpy_state(state: Any, example: Any, name: str = "the state") -> None:
+    """Raise ValueError unless `state` is built like `example`, the state of the same generator, with sane numbers."""
+    is_good = type(state) is type(example)
+    if isinstance(example, dict):
+        is_good = is_good and state.keys() == example.keys()
+        if is_good:
+            for key, part in example.items():
+                check_numpy_state(state[key], part, str(key))
+    elif isinstance(example, np.ndarray):
+        is_good = is_good and state.dtype == example.dtype and state.shape == example.shape
+    elif isinstance(example, str):
+        is_good = is_good and state == example
+    elif isinstance(example, int):
+        is_good = is_good and 0 <= state <= _LARGEST.get(name, (1 << 128) - 1)
+    if not is_good:
+        raise ValueError(f"{name!r} is not that of a generator like the one here")
+
+
+def check_state(state: GeneratorState, present: Any) -> None:
+    """Raise ValueError unless `present` can be put in this state (None: a new generator); changes nothing."""
+    if present is None:
+        make_generator(state)
+        return
+    if identify_kind(present) != state.kind:
+        raise ValueError(f"saved as {state.kind}, here it is a {type(present).__name__}")
+    twin: Any
+    if state.kind == "torch":
+        import torch
+
+        if present.device.type != state.device.split(":")[0]:
+            raise ValueError(f"saved on {state.device}, here it is on {present.device}")
+        twin = torch.Generator(device=present.device)
+    elif state.kind == "numpy":
+        twin = np.random.Generator(copy.deepcopy(present.bit_generator))
+    elif state.kind == "numpy_legacy":
+        twin = copy.deepcopy(present)
+    else:
+        twin = random.Random()
+    write_state(twin, state)
+
+
 def make_generator(state: GeneratorState) -> Any:
-    """A new generator in this state: some samplers make theirs only when they are first iterated."""
+    """A new generator in this state: some samplers make theirs only when they are first iterated.
+
+    Raises ValueError if no such generator can be made here.
+    """
     import torch
 
     generator: Any
     if state.kind == "torch":
-        generator = torch.Generator(device=state.device)
+        try:
+            generator = torch.Generator(device=state.device)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
     elif state.kind == "numpy":
-        generator = np.random.Generator(getattr(np.random, state.state["bit_generator"])())
+        name = state.state["bit_generator"]
+        if name not in _BIT_GENERATORS:
+            raise ValueError(f"numpy has no bit generator {name!r}")
+        generator = np.random.Generator(getattr(np.random, name)())
     elif state.kind == "numpy_legacy":
         generator = np.random.RandomState()
     else:
@@ -199,63 +255,53 @@ def walk(loader: Any) -> Iterator[tuple[Path, Any, bool]]:
             seen.add(id(value))
             num_objects += 1
             yield path, value, in_sampler
-            if len(path) <= _MAX_DEPTH and identify_kind(value) is None:
+            if has_parts(path, value):
                 queue.extend(((*path, step), part) for step, part in list_children(value))
 
 
+def has_parts(path: Path, value: Any) -> bool:
+    """Whether the walk goes on to the parts of what it met at `path`."""
+    return len(path) <= MAX_DEPTH and identify_kind(value) is None
+
+
 def list_children(value: Any) -> list[tuple[str | int, Any]]:
-    """The parts of an object, with the steps that lead to them."""
+    """The parts of an object, with the steps that lead to them. What has a dunder name is Python's, and no part."""
     import torch
 
     if isinstance(value, (torch.Tensor, torch.nn.Module)):
         return []
     if isinstance(value, Mapping):
-        if len(value) > _MAX_ITEMS:
-            return []
-        return [(key, part) for key, part in value.items() if isinstance(key, (str, int))]
+        return _select(value) if len(value) <= _MAX_ITEMS else []
     if isinstance(value, (list, tuple, deque)):
         return list(enumerate(value)) if len(value) <= _MAX_ITEMS else []
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if isinstance(value, types.MethodType):
-        return [("__self__", value.__self__)]
+        return [("self", value.__self__)]
     attributes = getattr(value, "__dict__", None)
-    return list(attributes.items()) if isinstance(attributes, dict) else []
+    return _select(attributes) if isinstance(attributes, dict) else []
 
 
-def follow_path(loader: Any, path: Sequence[str | int]) -> Any:
-    """The object that a path leads to; raises DataProgressError if it leads nowhere."""
-    value: Any = get_parts(loader).get(str(path[0])) if path else None
-    for step in path[1:]:
-        value = _take_step(value, step, path)
-    return value
+def _select(parts: Mapping[Any, Any]) -> list[tuple[str | int, Any]]:
+    return [
+        (step, part)
+        for step, part in parts.items()
+        if isinstance(step, (str, int)) and not isinstance(step, bool) and not is_dunder(step)
+    ]
 
 
-def _take_step(value: Any, step: str | int, path: Sequence[str | int]) -> Any:
-    try:
-        if isinstance(value, (Mapping, list, tuple, deque)):
-            return value[step]  # type: ignore[index]
-        return getattr(value, str(step))
-    except (KeyError, IndexError, AttributeError) as error:
-        raise DataProgressError(
-            f"the loader has no {format_path(path)}, which the checkpoint knows; build samplers and datasets as in "
-            "the run that was saved",
-            expected=format_path(path),
-        ) from error
-
-
-def set_at_path(loader: Any, path: Sequence[str | int], value: Any) -> None:
-    """Put `value` where a path leads."""
-    owner = follow_path(loader, path[:-1])
-    if isinstance(owner, (dict, list)):
-        owner[path[-1]] = value  # type: ignore[index]
-    else:
-        setattr(owner, str(path[-1]), value)
+def is_dunder(step: str | int) -> bool:
+    """Whether a step is one of the names that Python itself gives a meaning."""
+    return isinstance(step, str) and step.startswith("__") and step.endswith("__")
 
 
 def format_path(path: Sequence[str | int]) -> str:
     """A path as a user would write it: `batch_sampler.sampler.generators[0]`."""
     text = ""
     for step in path:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}"
+        if isinstance(step, str) and step.isidentifier() and len(step) <= _MAX_STEP:
+            text += f".{step}"
+        else:
+            name = repr(step)
+            text += f"[{name if len(name) <= _MAX_STEP else name[:_MAX_STEP] + '...'}]"
     return text.lstrip(".")

@@ -6,20 +6,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import DataProgressError, RngStateError
+from ..ranks import get_rank
 from ..rng import RngSnapshot
 from .generators import (
     FoundGenerator,
     GeneratorState,
     Path,
-    follow_path,
+    check_numpy_state,
+    check_state,
     format_path,
     identify_kind,
+    is_dunder,
     make_generator,
     read_state,
-    set_at_path,
     write_state,
 )
+from .places import Place, Places, make_place_error, parse_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,25 +43,30 @@ class Moment:
         snapshot = RngSnapshot.capture() if rng is None else rng
         return cls(snapshot, {item.path: read_state(item.generator) for item in found})
 
-    def validate(self, loader: Any) -> None:
-        """Raise DataProgressError if a generator of this moment has no place in `loader`; changes nothing."""
+    def validate(self, places: Places) -> None:
+        """Raise DataProgressError if a generator of this moment has no place in the loader; changes nothing."""
+        if self.rng is not None:
+            try:
+                check_numpy_state(self.rng.numpy, np.random.RandomState().get_state(legacy=False))
+            except ValueError as error:
+                raise _make_error(("numpy",), str(error)) from error
         for path, state in self.generators.items():
-            present = follow_path(loader, path)
-            if present is not None and identify_kind(present) != state.kind:
-                raise _make_error(path, f"saved as {state.kind}, here it is a {type(present).__name__}")
-            device = getattr(present, "device", None)
-            if device is not None and str(device).split(":")[0] != state.device.split(":")[0]:
-                raise _make_error(path, f"saved on {state.device}, here it is on {device}")
+            place = _find(places, path)
+            try:
+                check_state(state, place.value)
+            except ValueError as error:
+                raise _make_error(path, str(error)) from error
 
     def restore_generators(self, loader: Any) -> None:
         """Put the loader's own generators back, making those that do not exist yet."""
-        for path, state in self.generators.items():
-            present = follow_path(loader, path)
+        places = Places(loader)
+        found = [(path, state, _find(places, path)) for path, state in self.generators.items()]
+        for path, state, place in found:
             try:
-                if present is None:
-                    set_at_path(loader, path, make_generator(state))
+                if place.value is None:
+                    place.put(make_generator(state))
                 else:
-                    write_state(present, state)
+                    write_state(place.value, state)
             except ValueError as error:
                 raise _make_error(path, str(error)) from error
 
@@ -92,13 +102,13 @@ class Moment:
         if data["rng"]:
             rng = RngSnapshot.from_tensors(tensors, f"{prefix}/rng", rank=rank, path=path)
         generators: dict[Path, GeneratorState] = {}
-        for number, item in enumerate(data.get("generators", ())):
-            steps, name = tuple(item["path"]), f"{prefix}/generator/{number}"
+        for number, (steps, kind, device) in enumerate(_parse_generators(data, prefix, rank, path)):
+            name = f"{prefix}/generator/{number}"
             try:
                 if name not in tensors:
                     raise ValueError("it is missing")
-                generators[steps] = GeneratorState.from_tensor(item["kind"], tensors[name], item["device"])
-            except ValueError as error:
+                generators[steps] = GeneratorState.from_tensor(kind, tensors[name], device)
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise RngStateError(
                     f"rank {rank}: the state of the generator {format_path(steps)} ({name}) in {path} is not "
                     f"valid: {error}. Resume from another checkpoint.",
@@ -109,9 +119,40 @@ class Moment:
         return cls(rng, generators)
 
 
+def _parse_generators(data: Any, prefix: str, rank: int | None, path: Any) -> list[tuple[Path, str, str]]:
+    try:
+        items = [(parse_path(item["path"]), item["kind"], item["device"]) for item in data.get("generators", ())]
+        if not all(isinstance(kind, str) and isinstance(device, str) for _, kind, device in items):
+            raise ValueError("a kind or a device is no text")
+        if len({steps for steps, _, _ in items}) != len(items):
+            raise ValueError("a path is there twice")
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataProgressError(
+            f"rank {rank}: the generators of {prefix} in {path} are malformed ({error}); resume from another "
+            "checkpoint",
+            rank=rank,
+            path=path,
+        ) from error
+    return items
+
+
+def _find(places: Places, path: Path) -> Place:
+    """The place of a generator: there is one, or None where one may be put."""
+    place = places.find(path)
+    if place is None or is_dunder(path[-1]):
+        raise make_place_error(path, "a generator's state")
+    if identify_kind(place.value) is None and (place.value is not None or not place.is_writable):
+        what = f"where this loader has a {type(place.value).__name__}"
+        raise make_place_error(path, "a generator's state", what)
+    return place
+
+
 def _make_error(path: Path, why: str) -> DataProgressError:
+    rank, name = get_rank(), format_path(path)
     return DataProgressError(
-        f"the generator {format_path(path)} cannot be put back: {why}. Build samplers and datasets as in the run "
-        "that was saved.",
-        generator=format_path(path),
+        f"rank {rank}: the generator {name} cannot be put back: {why}. Build samplers and datasets as in the run that "
+        "was saved.",
+        rank=rank,
+        path=name,
+        generator=name,
     )

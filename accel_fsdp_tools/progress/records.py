@@ -17,6 +17,8 @@ PassState = Literal["idle", "running", "exhausted"]
 Status = Literal["restored", "approximate", "absent"]
 
 _COUNTS = ("index", "epoch", "batch", "samples", "samples_before_epoch", "iteration")
+_LARGEST_COUNT = (1 << 53) - 1  # samplers add some of these to a seed of 64 bits
+_LARGEST_DIGEST = (1 << 32) - 1
 _MOMENTS = {"idle": {"now"}, "running": {"epoch_start", "before_fetch", "now"}, "exhausted": {"now"}}
 
 
@@ -152,7 +154,7 @@ class LoaderProgress:
         reader = _Reader(data, rank, path)
         counts = {name: reader.get(name, int) for name in _COUNTS}
         for name, value in counts.items():
-            reader.require(value >= 0, f"{name!r} is negative")
+            reader.require(0 <= value <= _LARGEST_COUNT, f"{name!r} is out of range")
         state = reader.get("state", str)
         reader.require(state in get_args(PassState), f"'state' is {state!r}")
         reader.require((state == "idle") == (counts["batch"] == 0), f"'batch' contradicts the state {state!r}")
@@ -162,6 +164,10 @@ class LoaderProgress:
         if restorable:
             missing = _MOMENTS[state] - set(moments)
             reader.require(not missing, f"no random state for {', '.join(sorted(missing))}")
+        for name in {*moments, *attributes}:
+            reader.require(name in _MOMENTS["running"], f"there is no moment {name!r}")
+        digest = reader.get("digest", int, optional=True)
+        reader.require(digest is None or 0 <= digest <= _LARGEST_DIGEST, "'digest' is out of range")
         prefix = f"loader_{counts['index']}"
         return cls(
             **counts,
@@ -173,7 +179,7 @@ class LoaderProgress:
             contract=reader.get("contract", dict),
             state=cast(PassState, state),
             reuses_workers=reader.get("reuses_workers", bool),
-            digest=reader.get("digest", int, optional=True),
+            digest=digest,
             moments={
                 name: Moment.from_dict(value, tensors, f"{prefix}/{name}", rank=rank, path=path)
                 for name, value in moments.items()

@@ -198,6 +198,36 @@ class DataTracker:
             texts.extend(f"loader {item.index}: {text}" for text in _compare(item, follower))
         return texts
 
+    def list_problems(self, saved: Sequence[LoaderProgress]) -> list[str]:
+        """What would make a strict `restore` refuse; changes nothing.
+
+        More than `check` says: also places that the loaders here don't have, states that don't fit what is there, and
+        positions that this version does not restore.
+
+        Args:
+            saved: this rank's records, as `capture` returned them.
+
+        Returns:
+            Each problem in words, naming the loader; empty if `restore(saved)` will restore them all.
+        """
+        return self._examine(saved)[0]
+
+    def _examine(self, saved: Sequence[LoaderProgress]) -> tuple[list[str], dict[int, str]]:
+        """Every problem, and by place in `saved` why nothing but the epoch of that record can be used."""
+        followers = self._get_followers()
+        problems = self.check(saved)
+        num_known = len(problems)
+        reasons: dict[int, str] = {}
+        for number, item in enumerate(saved):
+            reason = self._find_obstacle(item, followers[number] if number < len(followers) else None)
+            if reason is not None:
+                reasons[number] = reason
+                if num_known == 0:  # else `check` has said it
+                    problems.append(f"loader {item.index}: {reason}")
+            elif not item.restorable and not item.is_untouched:
+                problems.append(f"loader {item.index} ({item.kind}): {item.reason}")
+        return problems, reasons
+
     def restore(self, saved: Sequence[LoaderProgress], *, strict: bool = True) -> list[LoaderOutcome]:
         """Put every loader where `saved` says. The batches that were handed out are skipped when it is iterated.
 
@@ -217,17 +247,7 @@ class DataTracker:
             DataProgressError: (strict) a position cannot be restored; no loader was changed.
         """
         followers = self._get_followers()
-        problems = self.check(saved)
-        num_known = len(problems)
-        reasons: dict[int, str] = {}
-        for number, item in enumerate(saved):
-            reason = self._find_obstacle(item, followers[number] if number < len(followers) else None)
-            if reason is not None:
-                reasons[number] = reason
-                if num_known == 0:  # else `check` has said it
-                    problems.append(f"loader {item.index}: {reason}")
-            elif not item.restorable and not item.is_untouched:
-                problems.append(f"loader {item.index} ({item.kind}): {item.reason}")
+        problems, reasons = self._examine(saved)
         if problems and strict:
             raise DataProgressError(
                 "the data progress of this checkpoint cannot be restored: "
@@ -256,7 +276,7 @@ class DataTracker:
         try:
             follower.validate(item)
         except DataProgressError as error:
-            return error.message
+            return error.message.rstrip(".")
         return None
 
 

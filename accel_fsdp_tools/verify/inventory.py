@@ -6,11 +6,11 @@ import json
 import re
 from collections.abc import Callable, Iterable
 
-from .. import layout
 from ..formats.scan import list_pickles
 from ..formats.zips import open_window
 from ..manifest import DIRECTORY, MANIFEST_PATH, Manifest
 from .gathering import Gatherer
+from .ranks import find_rank
 from .subject import PARSING_ERRORS, Subject
 
 _MAX_HEADER_BYTES = 1 << 20
@@ -41,7 +41,7 @@ def check_inventory(subject: Subject, gather: Gatherer) -> None:
 def _check_listed(subject: Subject, gather: Gatherer) -> None:
     for name, (size_bytes, _) in subject.expected.items():
         found = subject.files.get(name)
-        rank = layout.get_writer_rank(name) if _is_rank_file(name) else None
+        rank = find_rank(name)
         if found is None:
             gather.fail(
                 "missing_file",
@@ -59,10 +59,6 @@ def _check_listed(subject: Subject, gather: Gatherer) -> None:
                 expected=size_bytes,
                 actual=found.size_bytes,
             )
-
-
-def _is_rank_file(name: str) -> bool:
-    return layout.get_writer_rank(name) > 0 or re.search(r"(__|_|rank)0+(_\d+)?\.\w+$", name) is not None
 
 
 def _check_unlisted(subject: Subject, gather: Gatherer) -> None:

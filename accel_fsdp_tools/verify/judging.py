@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .. import layout
 from ..extents import DTYPE_SIZES, DiskTensor
 from ..files import CHECKSUM_ALGORITHM
 from ..fingerprint import Fingerprint, fingerprint_bytes
@@ -13,6 +12,7 @@ from ..manifest import MANIFEST_PATH
 from .gathering import Gatherer
 from .passes import FileResult, Wanted, split_part
 from .plans import Key, Plans
+from .ranks import find_rank
 from .subject import PARSING_ERRORS, Subject
 from .tensors import Located
 from .values import SCANNED_DTYPES, Values
@@ -49,7 +49,7 @@ def judge_files(results: list[FileResult], gather: Gatherer, *, crcs: bool) -> N
                 "them: they changed after they were written.",
                 path=plan.file.path,
                 fqn=owners[0].fqn if owners else None,
-                rank=layout.get_writer_rank(plan.name),
+                rank=find_rank(plan.name),
                 offset=span.offset,
                 length=span.length,
             )

@@ -51,14 +51,16 @@ def verify_checkpoint(
 
     Returns:
         The report. Its `ok` is False if anything is not as it was saved. Damage of any kind is a finding, no error.
-        Each byte is read once. Peak memory: some 1 MiB per thread and a kilobyte per tensor and rank.
+        Each byte is read once. Peak memory: some 1 MiB per thread and 8 kB per tensor and rank.
 
     Raises:
         CheckpointNotFoundError: `path` does not exist.
-        UsageError: it holds several checkpoints, or `num_threads` is less than one.
+        UsageError: it holds several checkpoints, or an argument makes no sense.
     """
     if num_threads < 1:
         raise UsageError(f"num_threads is {num_threads}; give at least 1", actual=num_threads)
+    if isinstance(allow_objects, str):
+        raise UsageError(f"allow_objects: give a list of names, [{allow_objects!r}]", actual=allow_objects)
     started = time.perf_counter()
     root = find_root(path)
     gather = Gatherer(root if root.is_dir() else root.parent)

@@ -100,7 +100,8 @@ def make_plans(subject: Subject, located: Iterable[Located]) -> Plans:
             plan.zips.append(ByteRange(path, 0, plan.file.size_bytes))
     located = list(located)
     scattered = _add_uses(by_path, located)
-    strided = [each for each in located if each.extent.strides is not None and each not in scattered]
+    known = set(map(id, scattered))
+    strided = [each for each in located if each.extent.strides is not None and id(each) not in known]
     return Plans(tuple(plans.values()), tuple(scattered), tuple(strided))
 
 

@@ -18,12 +18,22 @@ _MIN_DIFFERENCE_BYTES = 1 << 14
 _MAX_LISTED = 100  # a number in a file's name may be anything
 
 _RNG_PATTERNS = (r"random_states_(\d+)\.pkl", r"rng_state_(\d+)\.pth")
+_OURS = re.compile(r".*_rank_(?P<rank>\d+)\.(?:safetensors|json)")
 _FAMILIES = (
     r"(?P<family>(?:.*/)?__)(?P<rank>\d+)_\d+\.distcp",
     r"(?P<family>random_states_)(?P<rank>\d+)\.pkl",
     r"(?P<family>rng_state_)(?P<rank>\d+)\.pth",
     r"(?P<family>.*_rank_?)(?P<rank>\d+)\.(?:bin|pt)",
 )
+
+
+def find_rank(name: str) -> int | None:
+    """Return the rank that a file belongs to by its name; None for files of the run as a whole."""
+    for pattern in (*_FAMILIES, _OURS):
+        match = re.fullmatch(pattern, name)
+        if match:
+            return int(match["rank"])
+    return None
 
 
 def check_ranks(subject: Subject, gather: Gatherer) -> None:
@@ -44,7 +54,7 @@ def _check_leftovers(subject: Subject, gather: Gatherer) -> None:
             f"{name} is referred to by nothing: it was left by an earlier save with more ranks into the same "
             "directory. Remove it.",
             path=name,
-            rank=layout.get_writer_rank(name),
+            rank=find_rank(name),
         )
 
 

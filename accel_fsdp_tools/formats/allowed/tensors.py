@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..pickled import DTYPE_SIZES, GlobalRef, PickledObject, StorageRef, TensorRef
+from ...extents import DTYPE_SIZES
+from ..pickled import GlobalRef, PickledObject, StorageRef, TensorRef
 from .rules import Call, RefusedError, Rule, Spend, check_attributes
 
 _STORAGE_DTYPES = {
