@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import contract
-from .commit import Found, delete_checkpoint, find_checkpoints, recover
+from .commit import Found, delete_checkpoint, find_checkpoints, make_root, recover
 from .errors import AccelFsdpError, CallOrderError, CheckpointIncompleteError, UsageError
 from .files import check_files
 from .load import VERIFY_MODES, load_state
@@ -165,7 +165,7 @@ class Checkpointer:
         run_id = get_run_id()
 
         def take() -> tuple[list[str], int]:
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_root(self.root)
             lock = RootLock(self.root, run_id)
             lock.acquire()
             self._lock = lock

@@ -223,9 +223,10 @@ def recover(root: Path) -> list[str]:
         owner = run_directory / OWNER_NAME
         if not run_directory.is_dir():
             continue
+        # A rename into the run's directory renews the time of that. So does the probe of `is_alive`: measured first.
+        is_quiet = measure_age_s(run_directory) >= STALE_S
         alive = is_alive(owner, stale_s=FOREIGN_PARTIAL_STALE_S)
-        # A rename into the run's directory renews the time of that.
-        if alive and (is_of_this_host(owner) or measure_age_s(run_directory) < STALE_S):
+        if alive and (is_of_this_host(owner) or not is_quiet):
             continue
         for left in sorted(run_directory.iterdir()):
             if left.name.endswith(_REPLACED) and has_manifest(left):

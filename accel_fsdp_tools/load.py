@@ -19,7 +19,7 @@ from .errors import (
 )
 from .files import check_files, list_files
 from .formats.scan import scan_checkpoint
-from .live import is_fsdp
+from .live import describe_topology, is_fsdp
 from .load_notes import LoadNotes, build_report
 from .manifest import DIRECTORY, Manifest, has_manifest, read_manifest
 from .optimizer_io import load_optimizer
@@ -205,10 +205,18 @@ def _note_adaptations(
         findings.notes.append(
             f"the checkpoint is {kind}, this run saves {plugin.state_dict_type.name}; loaded as what it is"
         )
-    version = None if manifest is None else manifest.topology.fsdp_version
-    if version not in (None, plugin.fsdp_version):
+    if manifest is None:
+        return
+    was, now = manifest.topology, describe_topology(accelerator)
+    if was.fsdp_version not in (None, now.fsdp_version):
         findings.reasons["model"].append(
-            f"saved under FSDP {version}, loaded under FSDP {plugin.fsdp_version}: its arithmetic may round differently"
+            f"saved under FSDP {was.fsdp_version}, loaded under FSDP {now.fsdp_version}: its arithmetic may round "
+            "differently"
+        )
+    elif (was.sharding_strategy, was.mesh) != (now.sharding_strategy, now.mesh):
+        findings.reasons["model"].append(
+            f"sharded as {was.sharding_strategy or was.mesh} at the save, as {now.sharding_strategy or now.mesh} now: sums "
+            "over ranks may round differently"
         )
 
 

@@ -198,8 +198,9 @@ class _Meeting:
 
     def _wait(self, seconds: float) -> bool:
         """Whether there is a verdict, which is waited for."""
+        timeout = timedelta(seconds=max(seconds, 0.01))  # stores take less than a millisecond for no timeout at all
         try:
-            self.store.wait([self._key("verdict")], timedelta(seconds=seconds))
+            self.store.wait([self._key("verdict")], timeout)
         except RuntimeError:  # time is up; stores have different classes for it. A store that is gone fails again:
             return bool(self.store.check([self._key("verdict")]))
         return True

@@ -190,7 +190,7 @@ def test_other_stores(tmp_path: Path, kind: str, missing: int) -> None:
         meeting = ranks._Meeting(dist.PrefixStore("default_pg", store), 1, rank, 3)
         verdicts[rank] = meeting.hold("saving", 2 if missing else 60)
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(present)]
+    threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(present)]
     for thread in threads:
         thread.start()
     for thread in threads:
