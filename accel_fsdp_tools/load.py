@@ -215,8 +215,8 @@ def _note_adaptations(
         )
     elif (was.sharding_strategy, was.mesh) != (now.sharding_strategy, now.mesh):
         findings.reasons["model"].append(
-            f"sharded as {was.sharding_strategy or was.mesh} at the save, as {now.sharding_strategy or now.mesh} now: sums "
-            "over ranks may round differently"
+            f"sharded as {was.sharding_strategy or was.mesh} at the save, as {now.sharding_strategy or now.mesh} now: "
+            "sums over ranks may round differently"
         )
 
 
