@@ -140,8 +140,8 @@ def check_not_stepped(accelerator: Accelerator, num_updates: int | None) -> None
         raw = get_raw_optimizer(optimizer)
         if has_stepped(raw) or num_updates:
             raise CallOrderError(
-                f"Optimizer {index} ({type(raw).__name__}) has made updates already: loading now would discard "
-                "training. Call load_state or Checkpointer.resume() after prepare and before the first step. To go "
+                f"Optimizer {index} ({type(raw).__name__}) has made updates, or was loaded, already: loading now would "
+                "discard that. Call load_state or Checkpointer.resume() after prepare and before the first step. To go "
                 "back on purpose, pass allow_after_step=True, and start the data loop anew."
             )
 

@@ -158,6 +158,11 @@ def _iterate_flat_params(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield (f"{name}." if name else ""), handle.flat_param
 
 
+def get_flat_names(model: torch.nn.Module) -> set[str]:
+    """Return the names of the parameters that FSDP1 has put into flat parameters."""
+    return {clean_fqn(f"{prefix}{fqn}") for prefix, flat in _iterate_flat_params(model) for fqn in flat._fqns}
+
+
 def _iterate_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 from . import layout
 from .errors import MismatchError
 from .formats.dcp import read_dcp_metadata
-from .live import describe_model, get_raw_optimizer, iterate_parameters
+from .formats.opening import read_checkpoint
+from .formats.reading import read_part
+from .live import describe_model, get_flat_names, get_raw_optimizer, iterate_parameters
 from .names import clean_fqn
 from .ranks import get_rank, run_on_main
 
@@ -116,8 +118,26 @@ def _load_sharded_fsdp1(plugin: Any, model: torch.nn.Module, raw: torch.optim.Op
         )
         # Without any state on disk (no update yet, or plain SGD) the key is missing altogether.
         loaded = {"state": {}, **state["optimizer"]}
+        _unshard_ignored(model, loaded["state"], path)
         raw.load_state_dict(FSDP.optim_state_dict_to_load(model, raw, loaded))
     return _find_flat_stateless(model, saved)
+
+
+def _unshard_ignored(model: torch.nn.Module, state: dict[str, dict[str, Any]], path: Path) -> None:
+    """Replace the states of parameters that FSDP ignores by whole tensors: torch shards whatever it allocates."""
+    import torch
+
+    flat = get_flat_names(model)
+    ignored = [name for name in state if clean_fqn(name) not in flat]
+    if not ignored:
+        return
+    tensors = read_checkpoint(path).sections[0].tensors
+    for name in ignored:
+        for key, value in state[name].items():
+            disk = tensors.get(f"state.{clean_fqn(name)}.{key}")
+            if disk is not None and type(value) is not torch.Tensor:
+                whole = torch.frombuffer(read_part(disk), dtype=getattr(torch, disk.dtype))
+                state[name][key] = whole.reshape(disk.shape)
 
 
 def _find_flat_stateless(model: torch.nn.Module, saved: set[str]) -> list[str]:

@@ -172,7 +172,7 @@ class RngSnapshot:
         names = [name.removeprefix(start) for name in tensors if name.startswith(start)]
         return cls(
             python=decode("python", decode_python_state),
-            numpy=decode("numpy", decode_numpy_state),
+            numpy=decode("numpy", _decode_global_state),
             torch=decode("torch", check_torch),
             devices={name: decode(f"device/{name}", check_bytes) for name in sorted(names)},
         )
@@ -307,12 +307,6 @@ def decode_numpy_state(tensor: Tensor) -> dict[str, Any]:
         state = json.loads(tensor.numpy().tobytes().decode(), object_hook=_decode_array)
         if not isinstance(state, dict) or not isinstance(state.get("bit_generator"), str):
             raise ValueError("not the state of a numpy generator")
-        if state["bit_generator"] == "MT19937":  # numpy takes any position, and would read beyond its words
-            words = state.get("state")
-            key, position = (words.get("key"), words.get("pos")) if isinstance(words, dict) else (None, None)
-            has_words = isinstance(key, np.ndarray) and key.shape == (_NUM_MT_WORDS,) and key.dtype == np.uint32
-            if not has_words or type(position) is not int or not 0 <= position <= _NUM_MT_WORDS:
-                raise ValueError("a word is out of range")
         return state
     words = _to_words(tensor, _NUM_MT_WORDS + 3)
     keys, (position, has_gauss, gauss) = words[:_NUM_MT_WORDS], words[_NUM_MT_WORDS:]
@@ -324,6 +318,18 @@ def decode_numpy_state(tensor: Tensor) -> dict[str, Any]:
         "has_gauss": int(has_gauss),
         "gauss": _unpack_float(gauss),
     }
+
+
+def _decode_global_state(tensor: Tensor) -> dict[str, Any]:
+    """Decode the state of numpy's global generator, which may be of any kind, but not out of its range."""
+    state = decode_numpy_state(tensor)
+    if state["bit_generator"] == "MT19937":  # numpy takes any position, and would read beyond its words
+        words = state.get("state")
+        key, position = (words.get("key"), words.get("pos")) if isinstance(words, dict) else (None, None)
+        has_words = isinstance(key, np.ndarray) and key.shape == (_NUM_MT_WORDS,) and key.dtype == np.uint32
+        if not has_words or type(position) is not int or not 0 <= position <= _NUM_MT_WORDS:
+            raise ValueError("a word is out of range")
+    return state
 
 
 def check_bytes(tensor: Tensor) -> Tensor:

@@ -152,17 +152,19 @@ def _compare_fingerprints(
     counts: dict[str, int],
 ) -> list[Finding]:
     findings: list[Finding] = []
+    # Copies that differed between ranks at the save have no fingerprint, and may differ again.
+    unknown = set(manifest.states["model"].get("divergent", ()))
     for index, model in enumerate(accelerator._models):
         saved = {tensor.fqn: tensor.fingerprint for tensor in manifest.models[index].tensors}
         measured = measure_model(model)
         findings += _match("model", index, saved, measured.fingerprints, _skip_aliases(model, is_chosen), counts)
-        findings += _report_divergence("model", index, measured.divergences)
+        findings += _report_divergence("model", index, measured.divergences, unknown)
     for index, wrapped in enumerate(accelerator._optimizers if optimizers else ()):
-        recorded = dict(manifest.optimizers[index].fingerprints)
+        recorded: dict[str, str | None] = {**dict.fromkeys(unknown), **manifest.optimizers[index].fingerprints}
         model = accelerator._models[index]
         measured = measure_optimizer(model, get_raw_optimizer(wrapped))
         findings += _match("optimizer", index, recorded, measured.fingerprints, _skip_aliases(model, is_chosen), counts)
-        findings += _report_divergence("optimizer", index, measured.divergences)
+        findings += _report_divergence("optimizer", index, measured.divergences, unknown)
     return findings
 
 
@@ -177,8 +179,10 @@ def _skip_aliases(model: Any, is_chosen: Callable[[str], bool]) -> Callable[[str
     return is_first_name
 
 
-def _report_divergence(kind: str, index: int, divergences: tuple[Any, ...]) -> Iterator[Finding]:
+def _report_divergence(kind: str, index: int, divergences: tuple[Any, ...], unknown: set[str]) -> Iterator[Finding]:
     for each in divergences:
+        if each.name in unknown:
+            continue
         name = _label(kind, index, each.name)
         message = f"{name} differs between ranks that should hold copies (rank(s) {', '.join(map(str, each.ranks))})"
         yield Finding("replica", Severity.FAILURE, message, fqn=name, facts={"ranks": list(each.ranks)})

@@ -36,7 +36,16 @@ SAMPLER_ROOTS = ("generator", "batch_sampler", "sampler")
 DATA_ROOTS = ("dataset", "collate_fn")
 MAX_DEPTH = 7
 _MAX_OBJECTS = 4000
-_MAX_ITEMS = 64  # containers longer than this hold data, not parts
+_MAX_ITEMS = 256  # containers longer than this hold data, not parts
+_MODULE_TABLES = frozenset(
+    f"_{name}"
+    for name in (
+        "parameters", "buffers", "modules", "non_persistent_buffers_set", "backward_pre_hooks", "backward_hooks",
+        "forward_hooks", "forward_hooks_with_kwargs", "forward_hooks_always_called", "forward_pre_hooks",
+        "forward_pre_hooks_with_kwargs", "state_dict_hooks", "state_dict_pre_hooks", "load_state_dict_pre_hooks",
+        "load_state_dict_post_hooks",
+    )
+)  # fmt: skip
 _MAX_STEP = 60  # characters of a step in a message
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 # numpy takes any number for these, and then reads its memory at that place.
@@ -268,8 +277,11 @@ def list_children(value: Any) -> list[tuple[str | int, Any]]:
     """The parts of an object, with the steps that lead to them. What has a dunder name is Python's, and no part."""
     import torch
 
-    if isinstance(value, (torch.Tensor, torch.nn.Module)):
+    if isinstance(value, torch.Tensor):
         return []
+    if isinstance(value, torch.nn.Module):  # a transform; its parameters are no generators, and torch's tables no parts
+        own = {name: part for name, part in vars(value).items() if name not in _MODULE_TABLES}
+        return _select({**own, **value._modules})
     if isinstance(value, Mapping):
         return _select(value) if len(value) <= _MAX_ITEMS else []
     if isinstance(value, (list, tuple, deque)):
