@@ -29,7 +29,7 @@ class Inventory:
     """Models and optimizers with the fingerprints of what is in memory.
 
     `divergent` names tensors whose copies differ between ranks. That is legal (the statistics of a BatchNorm that is
-    not synchronised), but a checkpoint keeps rank 0's, so a resume is not exact. They have no fingerprint.
+    not synchronised), but a checkpoint keeps one rank's, so a resume is not exact. They have no fingerprint.
     """
 
     models: tuple[ModelFacts, ...]

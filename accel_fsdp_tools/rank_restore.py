@@ -146,7 +146,7 @@ def restore_objects(accelerator: Accelerator, directory: Path, manifest: Manifes
     divergent = manifest.states["model"].get("divergent", [])
     if divergent:
         notes.reasons["model"].append(
-            f"{len(divergent)} tensor(s) differed between ranks at the save ({divergent[0]}, ...): all have rank 0's"
+            f"{len(divergent)} tensor(s) differed between ranks at the save ({divergent[0]}, ...): all have one rank's"
         )
     if get_world_size() > 1:
         notes.reasons["model"].extend(

@@ -265,3 +265,54 @@ def test_one_ranks_missing_state_leaves_all_ranks_at_the_same_place(tmp_path: Pa
             assert report.data.status == "absent"
             assert report.rng.status == "absent"
             assert batches == [0]
+
+
+def _use_ignored_module(path: str, version: int, save: bool) -> tuple[Any, bool, str]:
+    """A module that FSDP ignores: each rank trains its own, and one rank's values are saved."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from accel_fsdp_tools import enable_cpu_fsdp, load_state, save_state
+
+    enable_cpu_fsdp()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="no_wrap",
+        ignored_modules=[model[0]],
+        state_dict_type="SHARDED_STATE_DICT",
+        **({"use_orig_params": True, "sync_module_states": False} if version == 1 else {}),
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    report = None
+    if save:
+        torch.manual_seed(accelerator.process_index)
+        accelerator.backward(model(torch.randn(4, 5)).sum())
+        optimizer.step()
+        save_state(accelerator, path)
+    else:
+        report = load_state(accelerator, path)
+    states = [
+        {key: value.tolist() for key, value in state.items() if value.shape == (7, 5)}
+        for state in optimizer.optimizer.state.values()
+        if type(state["exp_avg"]) is torch.Tensor
+    ]
+    return [state for state in states if state], report is not None and report.exact, str(report)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_ignored_modules_are_whole_and_not_called_exact(tmp_path: Path, version: int) -> None:
+    path = str(tmp_path / "c")
+    saved = run_ranks(_use_ignored_module, path, version, True, folder=tmp_path / "r0")
+    loaded = run_ranks(_use_ignored_module, path, version, False, folder=tmp_path / "r1")
+    assert saved[0][0] != saved[1][0]
+    for states, exact, report in loaded:
+        for number, state in enumerate(states):
+            for key, value in state.items():
+                assert value in (saved[0][0][number][key], saved[1][0][number][key]), f"{key}: one rank's, whole"
+        assert not exact
+        assert "differed between ranks" in report
