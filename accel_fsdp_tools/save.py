@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,13 +134,15 @@ def write_checkpoint(
         with counter.paused(), _unchanged(rng):
             run_together("saving with Accelerate", lambda: save_with_accelerate(accelerator, staging.partial))
         reach("save.delegated")
-        inventory = take_inventory(accelerator)
-        reach("save.fingerprints")
-        objects, opaque = _compare_objects(accelerator)
-        written = run_together(
-            "writing RNG and data progress", lambda: _write_rank_state(accelerator, staging, rng, loaders, objects)
-        )
-        files = _seal(staging, [name for names in written for name in names])
+        with _sealing(staging) as sealing:
+            inventory = take_inventory(accelerator)
+            reach("save.fingerprints")
+            objects, opaque = _compare_objects(accelerator)
+            written = run_together(
+                "writing RNG and data progress",
+                lambda: _write_rank_state(accelerator, staging, rng, loaders, objects),
+            )
+            files = _seal(staging, [name for names in written for name in names], sealing)
         reach("save.checksums")
         manifest = build_manifest(
             accelerator,
@@ -271,13 +274,30 @@ def _write_rank_state(
     return [path.relative_to(staging.partial).as_posix() for path in paths]
 
 
-def _seal(staging: Staging, expected: list[str]) -> tuple[FileFacts, ...]:
+def _choose_mine(names: list[str]) -> list[str]:
+    rank, world_size = get_rank(), get_world_size()
+    return [name for name in names if layout.get_writer_rank(name) % world_size == rank]
+
+
+@contextlib.contextmanager
+def _sealing(staging: Staging) -> Iterator[Future[list[FileFacts]]]:
+    """Make durable and checksum, in the background, what Accelerate has written: the storage needs no processor."""
+    names = run_on_main("listing the files", lambda: list_files(staging.partial))
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(seal_files, staging.partial, _choose_mine(names))
+
+
+def _seal(staging: Staging, expected: list[str], sealing: Future[list[FileFacts]]) -> tuple[FileFacts, ...]:
     """Make all files durable and checksum them, each by the rank that wrote it."""
     wait_for_ranks("writing the checkpoint")
     names = run_on_main("listing the files", lambda: _list_all(staging.partial, expected))
-    rank, world_size = get_rank(), get_world_size()
-    mine = [name for name in names if layout.get_writer_rank(name) % world_size == rank]
-    sealed = run_together("checksumming", lambda: seal_files(staging.partial, mine))
+
+    def seal() -> list[FileFacts]:
+        done = sealing.result()
+        known = {facts.path for facts in done}
+        return done + seal_files(staging.partial, [name for name in _choose_mine(names) if name not in known])
+
+    sealed = run_together("checksumming", seal)
     reach("save.synced")
     return tuple(sorted((facts for part in sealed for facts in part), key=lambda facts: facts.path))
 

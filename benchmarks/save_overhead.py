@@ -45,8 +45,9 @@ BYTES_PER_PARAMETER = 12  # fp32 weight, exp_avg, exp_avg_sq
 PARTS = (
     ("agreement before", "save.staged", "barrier, checks, same target, staging directory, shared storage"),
     ("Accelerate", "save.delegated", "accelerator.save_state itself, without DCP's syncs"),
+    ("fingerprints", "save.fingerprints", "sums over the live shards; fsync and xxh3_128 of the files go on meanwhile"),
     ("RNG and progress", "save.progress", "this rank's generators and dataloader positions"),
-    ("fsync and checksum", "save.synced", "listing, fsync and xxh3_128 of every file"),
+    ("fsync and checksum", "save.synced", "what is left of fsync and xxh3_128 of every file"),
     ("manifest", "save.manifest", "optimizer facts, model facts, manifest.json with fsync"),
     ("commit", "save.renamed", "fsync of every directory, rename"),
     ("agreement after", "end", "fsync of the directories above, the owner's mark, the last agreement"),
