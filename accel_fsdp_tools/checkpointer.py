@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +17,11 @@ from .commit import Found, delete_checkpoint, find_checkpoints, make_root, recov
 from .errors import AccelFsdpError, CallOrderError, CheckpointIncompleteError, UsageError
 from .files import check_files
 from .load import VERIFY_MODES, load_state
-from .manifest import Lineage, Manifest, read_manifest
+from .manifest import Manifest, read_manifest
 from .ownership import RootLock
 from .phases import reach
 from .progress import track as track_loaders
-from .ranks import broadcast, get_rank, get_world_size, run_on_main, run_together, wait_for_ranks
+from .ranks import broadcast, get_rank, get_world_size, run_on_each, run_on_main, run_together, wait_for_ranks
 from .report import LoadReport
 from .retention import choose_deletions
 from .save import check_naming, get_run_id, write_checkpoint
@@ -308,14 +307,12 @@ class Checkpointer:
         wait_for_ranks("Checkpointer.save", timeout_s=self._timeout_s)
         self._open()
         run_on_main("checking the root", self._check_root)
-        metrics = run_together("reading the metrics", lambda: _to_numbers(self._metrics))[get_rank()]
-        lineage: Lineage = broadcast(
-            Lineage(uuid.uuid4().hex, get_run_id(), attempt=self._attempt, parent_id=self._parent_id)
-        )
-        path = write_checkpoint(
+        metrics = run_on_each("reading the metrics", lambda: _to_numbers(self._metrics))
+        path, lineage = write_checkpoint(
             self._accelerator,
             self.root / f"step_{self._step:08d}",
-            make_lineage=lambda: lineage,
+            attempt=self._attempt,
+            parent_id=self._parent_id,
             step=self._step,
             epoch=self._get_epoch(),
             strict=self._strict,

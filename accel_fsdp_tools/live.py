@@ -60,7 +60,7 @@ def is_fsdp(accelerator: Accelerator) -> bool:
 def describe_model(model: torch.nn.Module) -> ModelFacts:
     """Return names, dtypes and whole shapes of a prepared model's parameters and persistent buffers."""
     tensors: dict[str, TensorFacts] = {}
-    groups: dict[int, list[str]] = {}
+    groups: dict[int | str, list[str]] = {}  # by the tensor's id, or its first name in a flat parameter
     flat_names: set[str] = set()
     for prefix, flat_param in _iterate_flat_params(model):
         params = flat_param._params or [flat_param] * len(flat_param._fqns)
@@ -76,7 +76,7 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
                 first = tensors[primary]
                 tensors[name] = TensorFacts(name, first.dtype, first.shape, first.requires_grad, "parameter")
                 flat_names.add(name)
-                groups.setdefault(hash(primary), [primary]).append(name)
+                groups.setdefault(primary, [primary]).append(name)
     for raw_name, parameter in iterate_parameters(model):
         name = clean_fqn(raw_name)
         if name in flat_names or hasattr(parameter, "_fqns"):

@@ -25,7 +25,7 @@ from .manifest import DIRECTORY, Manifest, has_manifest, read_manifest
 from .optimizer_io import load_optimizer
 from .progress import track as track_loaders
 from .rank_restore import read_rank_part, restore_objects, restore_rank_part
-from .ranks import get_rank, get_world_size, run_on_main, run_together, wait_for_ranks
+from .ranks import gather_all, get_rank, get_world_size, run_on_each, run_on_main, run_together, wait_for_ranks
 from .report import LoadReport
 from .steps import follow_steps
 from .verify_live import require_verified, verify_model
@@ -81,10 +81,9 @@ def load_state(
     directory = Path(input_dir).expanduser().absolute()
     run_on_main("recovering", lambda: _recover(directory))
     run_together("checking before the load", lambda: _check_before(accelerator, directory, verify, allow_after_step))
-    found = run_together("reading the manifest", lambda: _read_manifest(directory))
-    manifest = found[get_rank()]
-    _check_same_view(directory, found)
-    kind = run_together("looking at the files", lambda: layout.detect_state_dict_type(directory))[get_rank()]
+    manifest = run_on_each("reading the manifest", lambda: _read_manifest(directory))
+    _check_same_view(directory, manifest)
+    kind = run_on_each("looking at the files", lambda: layout.detect_state_dict_type(directory))
     findings = LoadNotes()
     run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, strict, findings))
     run_together("checking the files", lambda: _check_files(directory, manifest, verify, strict, findings))
@@ -152,8 +151,8 @@ def _read_manifest(directory: Path) -> Manifest | None:
     return read_manifest(directory) if has_manifest(directory) else None
 
 
-def _check_same_view(directory: Path, found: list[Manifest | None]) -> None:
-    ids = [None if manifest is None else manifest.lineage.checkpoint_id for manifest in found]
+def _check_same_view(directory: Path, manifest: Manifest | None) -> None:
+    ids = gather_all(None if manifest is None else manifest.lineage.checkpoint_id)
     different = [rank for rank, each in enumerate(ids) if each != ids[0]]
     if different:
         raise MismatchError(

@@ -330,6 +330,13 @@ def run_together(what: str, part: Callable[[], T]) -> list[T]:
     return [other.value for other in outcomes]  # type: ignore[misc]
 
 
+def run_on_each(what: str, part: Callable[[], T]) -> T:
+    """Run `part` on every rank as `run_together` does, and return this rank's own result alone."""
+    results: list[T] = []
+    run_together(what, lambda: results.append(part()))
+    return results[0]
+
+
 def run_on_main(what: str, part: Callable[[], T]) -> T:
     """Run `part` on rank 0 alone and return its result on every rank; its failure is raised on every rank."""
     rank = get_rank()

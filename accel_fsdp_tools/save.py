@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from .ranks import (
     gather_all,
     get_rank,
     get_world_size,
+    run_on_each,
     run_on_main,
     run_together,
     wait_for_ranks,
@@ -98,35 +99,38 @@ def save_state(
         overwrite=overwrite,
         strict=strict,
         timeout_s=timeout_s,
-        make_lineage=lambda: Lineage(uuid.uuid4().hex, get_run_id(), attempt=0),
-    )
+    )[0]
 
 
 def write_checkpoint(
     accelerator: Accelerator,
     output_dir: Path,
     *,
-    make_lineage: Callable[[], Lineage],
+    attempt: int = 0,
+    parent_id: str | None = None,
     step: int | None = None,
     epoch: int | None = None,
     overwrite: bool = False,
     strict: bool = True,
     timeout_s: float | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> Path:
-    """Do what `save_state` promises, with the lineage and position that the caller knows. Collective."""
+) -> tuple[Path, Lineage]:
+    """Do what `save_state` promises, with the lineage and position that the caller knows. Collective.
+
+    Returns:
+        The path of the committed checkpoint, and its place in the lineage.
+    """
     reach("save.begin")
     wait_for_ranks("save_state", timeout_s=timeout_s)
     final = output_dir.expanduser().absolute()
     run_id = get_run_id()
     counter = follow_steps(accelerator)
-    loaders = run_together(
-        "checking before the save",
-        lambda: _check_before(accelerator, final, step, overwrite, strict),
-    )[get_rank()]
+    loaders = run_on_each(
+        "checking before the save", lambda: _check_before(accelerator, final, step, overwrite, strict)
+    )
     _check_same_target(final)
     staging = run_on_main("opening the checkpoint", lambda: open_staging(final, run_id))
-    lineage = broadcast(make_lineage())
+    lineage = broadcast(Lineage(uuid.uuid4().hex, run_id, attempt, parent_id))
     try:
         run_together("looking for the shared storage", lambda: _check_shared(staging))
         reach("save.staged")
@@ -161,7 +165,7 @@ def write_checkpoint(
             discard_staging(staging)
         raise
     reach("save.committed")
-    return final
+    return final, lineage
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -270,6 +271,14 @@ def test_damage_and_wrong_paths_are_named_on_every_rank(good: tuple[Path, list[A
             assert results[name].rank is not None
 
 
+def _attempt(results: dict[str, Any], name: str, call: Callable[[], Any]) -> None:
+    """Record what a call returns, or the error that it raises."""
+    try:
+        results[name] = call()
+    except AccelFsdpError as error:
+        results[name] = error
+
+
 def _load_into_other_runs(path: str) -> dict[str, Any]:
     """Change what is prepared, step by step, and try to load after each change."""
     import torch
@@ -278,13 +287,7 @@ def _load_into_other_runs(path: str) -> dict[str, Any]:
     from accel_fsdp_tools import load_state, save_state
 
     results: dict[str, Any] = {}
-
-    def attempt(name: str, call: Callable[[], Any]) -> None:
-        try:
-            results[name] = call()
-        except AccelFsdpError as error:
-            results[name] = error
-
+    attempt = functools.partial(_attempt, results)
     objects = build(SMALL, seed=2)
     accelerator = objects.accelerator
 
@@ -374,13 +377,7 @@ def _bad_saves(folder: str) -> dict[str, Any]:
     from accel_fsdp_tools import save_state, track
 
     results: dict[str, Any] = {}
-
-    def attempt(name: str, call: Callable[[], Any]) -> None:
-        try:
-            results[name] = call()
-        except AccelFsdpError as error:
-            results[name] = error
-
+    attempt = functools.partial(_attempt, results)
     objects = build(Setup(num_items=24, accumulation=2), seed=1)
     accelerator = objects.accelerator
     rank = accelerator.process_index
