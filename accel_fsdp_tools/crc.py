@@ -33,6 +33,39 @@ def crc32(block: memoryview, before: int = 0) -> int:
     return find_crc32()[1](block, before)
 
 
+def combine_crc32(first: int, second: int, second_bytes: int) -> int:
+    """Return the CRC-32 of two pieces, one after the other, from that of each and the length of the second.
+
+    So a long item can be read in pieces by several threads, in any order. Takes microseconds.
+    """
+    return _multiply(_shift_by(second_bytes), first) ^ second
+
+
+_POLYNOMIAL = 0xEDB88320  # bits reflected: the highest bit is the coefficient of x^0
+
+
+def _multiply(a: int, b: int) -> int:
+    """Multiply two polynomials over GF(2) modulo that of the CRC."""
+    product = 0
+    for place in range(31, -1, -1):
+        if a >> place & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@functools.lru_cache(maxsize=256)
+def _shift_by(num_bytes: int) -> int:
+    """Return x^(8 * num_bytes), what so many zero bytes do to the CRC of the bytes before them."""
+    power, square = 1 << 31, 1 << 23  # x^0, x^8
+    while num_bytes:
+        if num_bytes & 1:
+            power = _multiply(square, power)
+        square = _multiply(square, square)
+        num_bytes >>= 1
+    return power
+
+
 @functools.cache
 def find_crc32() -> tuple[str, Crc32]:
     """Return the name of the fastest implementation on this machine, and the function."""

@@ -31,6 +31,12 @@ def test_it_is_zlibs_for_any_size_alignment_and_start(size: int, skip: int, befo
     assert crc.crc32(view, before) == zlib.crc32(view, before)
 
 
+@given(st.binary(max_size=50), st.binary(max_size=50), st.integers(0, 70_000))
+def test_pieces_are_joined(first: bytes, second: bytes, num_zeros: int) -> None:
+    second += bytes(num_zeros)
+    assert crc.combine_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
 def _fake(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
     package, module = types.ModuleType("isal"), types.ModuleType("isal.isal_zlib")
     module.crc32 = function  # type: ignore[attr-defined]

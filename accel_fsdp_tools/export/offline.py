@@ -1,0 +1,286 @@
+"""`export_checkpoint`: a checkpoint becomes a Hugging Face directory, proven equal, without torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import UsageError
+from ..files import fsync_directory, write_json_durably
+from ..findings import Finding
+from .companions import Companions, resolve_model, write_companions
+from .content import Choices
+from .copying import CopyResult, copy_tensors
+from .load_adapters import check_adapters
+from .load_check import check_load
+from .outputs import MAX_SHARD_SIZE, parse_size
+from .plans import Part, Plan, Request, make_plan
+from .proof import list_expected, prove_output, prove_tensors
+from .report import ExportReport
+from .settling import DTYPES, build_report, find_overflows, write_rest
+from .target import REPORT_NAME, check_space, check_target, replacing
+from .workers import Progress, count_threads
+
+PROOFS = ("output", "load", "off")
+STATES = ("model", "optimizer")
+_MERGE_BYTES = 20 << 20  # per thread; the matrices of one layer's adapter come on top
+
+
+def export_checkpoint(
+    path: str | Path,
+    out: str | Path,
+    *,
+    dtype: str = "keep",
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    model: str | Path | None = None,
+    model_index: int | None = None,
+    key: str | None = None,
+    state: str = "model",
+    base: str | Path | None = None,
+    only: str | None = None,
+    adapter: str | None = None,
+    merge_adapter: str | Path | None = None,
+    untie: bool = False,
+    allow_missing: bool = False,
+    allow_unexpected: bool = False,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+    verify: str = "output",
+    dry_run: bool = False,
+    report: bool = False,
+    num_threads: int | None = None,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write the directory that `save_pretrained` of the whole model would have written, straight from a checkpoint.
+
+    Same names, shapes, dtypes, values, files and index. Bytes are copied from where they lie in the checkpoint's
+    files to where they belong in the output, through small buffers: no model is built, nothing is gathered. The
+    directory appears by a rename when everything in it is proven; a failed export leaves nothing.
+
+    Args:
+        path: a checkpoint that `open_checkpoint` opens: of this package, Accelerate, the Trainer, torch, as DCP
+            directory, full file, rank files or safetensors; or a directory inside it.
+        out: the directory to write; must not exist, or be empty, without `overwrite`.
+        dtype: "keep", or "bf16", "fp16", "fp32" for all floating tensors, or "config" for the dtype that the model's
+            config states. Rounded to nearest even, as torch does. Integers, booleans and eight-bit floats stay.
+        max_shard_size: of a file, as for `save_pretrained`.
+        model: a directory or hub id with config.json, tokenizer and so on, for what the checkpoint does not hold.
+        model_index: which of several models (or optimizers).
+        key: the place of a state dict inside the files (`ema`), instead of the model.
+        state: "optimizer" writes an optimizer's tensors as they are, for analysis.
+        base, only: take the tensors that match the pattern `only` from the checkpoint, all others from the model in
+            the directory `base`.
+        adapter: of a checkpoint with PEFT adapters only this one, written into `out` itself. Without it all are
+            written as PEFT does, "default" into `out` and others into directories of their own.
+        merge_adapter: merge the adapters that are in use (or `adapter`) into the base model and write that. A directory
+            or hub id with the base model's weights, or "checkpoint" for those in the checkpoint.
+        untie: write tied weights that differ, both; without it they are refused.
+        allow_missing: export although tensors of the architecture are missing.
+        allow_unexpected: write tensors that the architecture does not have, too.
+        trust_remote_code: let transformers run code that lies beside the config, where it is asked about the
+            architecture, and for `verify="load"`.
+        overwrite: replace an earlier export at `out`, once the new one is proven.
+        verify: "output" reads everything that was written again and compares it; "load" also loads it with
+            transformers and compares logits with those of the checkpoint's model; "off" does neither. What is read
+            from the checkpoint is compared with its CRCs in any case.
+        dry_run: plan and check, write nothing.
+        report: write `export_report.json` beside the weights.
+        num_threads: default: one per processor.
+        progress: called with bytes done and bytes in all.
+
+    Returns:
+        what was written and how it was proven. Time: that of a file copy. Peak memory: about 60 MB, whatever the size
+        of the model; for merged adapters, 20 MB and one layer's adapter matrices per thread more.
+
+    Raises:
+        UsageError, StorageError: nothing was written.
+        CheckpointNotFoundError, CheckpointIncompleteError, DamagedCheckpointError: the checkpoint is not whole.
+        MismatchError: it is not one of this architecture, or tied weights differ.
+        UnsupportedError: it cannot be exported without guessing.
+    """
+    started = time.monotonic()
+    _check_arguments(dtype, max_shard_size, state, verify, base, only, adapter, merge_adapter)
+    target = Path(out).expanduser().absolute()
+    check_target(target, Path(path).expanduser().absolute(), overwrite=overwrite)
+    choices = Choices(untie, allow_missing, allow_unexpected, trust_remote_code)
+    request = Request(
+        path, dtype, max_shard_size, model, model_index, key, state, base, only, adapter, merge_adapter, choices
+    )
+    plan = make_plan(request)
+    if verify == "load":
+        _check_loadable(plan)
+    check_space(target, plan.size_bytes)
+    seconds = {"plan": time.monotonic() - started}
+    if dry_run:
+        return _report(plan, target, {}, seconds, (), count_threads(num_threads))
+    with replacing(target) as staging:
+        proofs, overflows = {}, {}
+        for part in plan.parts:
+            proofs[part.folder], more = _write_part(part, staging, verify, seconds, num_threads, progress)
+            overflows.update(more)
+        proof = _join_proofs(proofs)
+        write_companions(staging, plan.companions)
+        if verify == "load":
+            with _timed(seconds, "load"):
+                proof["load"] = _check_load(plan, staging, request)
+        done = _report(plan, target, proof, seconds, find_overflows(overflows), None)
+        if report:
+            write_json_durably(staging / REPORT_NAME, done.to_dict())
+    return done
+
+
+def _check_arguments(
+    dtype: str,
+    max_shard_size: int | str,
+    state: str,
+    verify: str,
+    base: str | Path | None,
+    only: str | None,
+    adapter: str | None,
+    merge_adapter: str | Path | None,
+) -> None:
+    for name, value, known in (("dtype", dtype, DTYPES), ("state", state, STATES), ("verify", verify, PROOFS)):
+        if value not in known:
+            raise UsageError(f"{name} is {value!r}; use one of {', '.join(known)}", actual=value)
+    parse_size(max_shard_size)
+    if (base is None) != (only is None):
+        raise UsageError("base and only belong together: which tensors to take, and where the others come from.")
+    if state == "optimizer" and (base is not None or verify == "load" or dtype == "config"):
+        raise UsageError("an optimizer's state has no base, no config and cannot be loaded by transformers.")
+    if state == "optimizer" and (adapter is not None or merge_adapter is not None):
+        raise UsageError("adapters are part of the model; leave --state optimizer out.")
+
+
+def _check_loadable(plan: Plan) -> None:
+    if plan.companions.config is None and (plan.adapters is None or plan.is_merged):
+        raise UsageError("verify is 'load', and there is no config.json to load with. Give --model.")
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def _write_part(
+    part: Part,
+    directory: Path,
+    verify: str,
+    seconds: dict[str, float],
+    num_threads: int | None,
+    progress: Progress | None,
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Write and prove one directory of weights; return the proof, and in how many places casts have overflowed."""
+    if part.folder:
+        directory = directory / part.folder
+        directory.mkdir()
+        fsync_directory(directory.parent)
+    with _timed(seconds, "copy"):
+        copied = _copy(part, directory, num_threads, progress)
+    proof = _describe_source(part, copied)
+    if verify == "off":
+        proof["output"] = "not read again (verify=off)"
+    else:
+        with _timed(seconds, "proof"):
+            proof["output"] = _prove(part, directory, copied, num_threads)
+    write_rest(directory, part.files, part.content, Companions())
+    where = f"{part.folder}/" if part.folder else ""
+    return proof, {f"{where}{name}": each.num_overflowed for name, each in copied.tensors.items()}
+
+
+def _copy(part: Part, directory: Path, num_threads: int | None, progress: Progress | None) -> CopyResult:
+    sources = part.content.sources.values()
+    prove_tensors(
+        [tensor for tensor, _ in sources],
+        {tensor.fqn: fingerprint for tensor, fingerprint in sources},
+        num_threads=num_threads,
+    )
+    cast = {output.name for output in part.outputs if output.dtype != output.source.dtype}
+    return copy_tensors(
+        part.files,
+        directory,
+        num_threads=num_threads,
+        fingerprints={name: each for name, each in part.content.fingerprints.items() if name in cast},
+        progress=progress,
+    )
+
+
+def _prove(part: Part, directory: Path, copied: CopyResult, num_threads: int | None) -> str:
+    kept = {output.name for output in part.outputs if output.dtype == output.source.dtype}
+    known = {name: each for name, each in part.content.fingerprints.items() if name in kept}
+    proof = prove_output(directory, part.files, list_expected(copied, known), num_threads=num_threads)
+    return (
+        f"{proof.num_tensors} tensors read again from the output: {proof.num_fingerprints} compared with the "
+        f"fingerprints of the live model, {proof.num_tensors - proof.num_fingerprints} with what was read and cast"
+    )
+
+
+def _describe_source(part: Part, copied: CopyResult) -> dict[str, str]:
+    without = copied.num_items_without_crc
+    proof = {
+        "crc": f"{copied.num_items_checked} stored items compared with their CRC-32"
+        + (f"; {without} carry none" if without else "")
+    }
+    known = part.content.fingerprints.keys()
+    sources = len(part.content.sources)
+    if not known and not sources:
+        proof["fingerprints"] = "none were recorded when this was saved"
+    else:
+        total = sum(1 for _ in part.outputs)
+        converted = f", and {sources} tensors that computed or converted ones are made of" if sources else ""
+        proof["fingerprints"] = (
+            f"{len(known)} of {total} tensors compared with those of the live model, taken at the save{converted}"
+        )
+    return proof
+
+
+def _join_proofs(proofs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the links of the proof; of several directories each behind its name."""
+    if len(proofs) == 1:
+        return dict(next(iter(proofs.values())))
+    keys = dict.fromkeys(key for proof in proofs.values() for key in proof)
+    return {key: "; ".join(f"{folder or '.'}: {proof[key]}" for folder, proof in proofs.items()) for key in keys}
+
+
+def _check_load(plan: Plan, staging: Path, request: Request) -> str:
+    path, trusted = plan.selection.path, request.choices.trust_remote_code
+    if plan.adapters is None:
+        return str(check_load(staging, path, index=request.index, key=request.key, trust_remote_code=trusted))
+    model = None if request.model is None else resolve_model(request.model)
+    return check_adapters(plan, staging, model=model, index=request.index, key=request.key, trust_remote_code=trusted)
+
+
+def _report(
+    plan: Plan,
+    out: Path,
+    proof: Mapping[str, str],
+    seconds: dict[str, float],
+    more: tuple[Finding, ...],
+    planned_threads: int | None,
+) -> ExportReport:
+    first, *others = (
+        build_report(
+            part.content,
+            part.files,
+            plan.companions if part is plan.parts[0] else Companions(),
+            path=str(plan.selection.path),
+            out=str(out),
+            source=plan.selection.section.format,
+            proof=proof,
+            findings=(*plan.findings, *more),
+            seconds=seconds,
+            planned_threads=planned_threads,
+        ).move_into(part.folder)
+        for part in plan.parts
+    )
+    for other in others:
+        first = first.add(other)
+    extra = _MERGE_BYTES * (planned_threads or 0) if plan.is_merged else 0
+    return replace(first, peak_bytes=first.peak_bytes + extra)
+
+
+__all__ = ["DTYPES", "PROOFS", "STATES", "ExportReport", "export_checkpoint"]
