@@ -1,0 +1,334 @@
+"""`export_model`: the model in memory becomes a Hugging Face directory, written by all ranks together, proven equal.
+
+Nothing is gathered: every rank writes the parts that it holds to their places in the same files. What was in memory
+is known by its fingerprints, which are summed first, in a pass of their own; the files are read again at the end, by
+all ranks together, and must have the same.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .assets import check_tokenizer
+from .errors import CallOrderError, DamagedCheckpointError, RankMismatchError, UsageError
+from .export.outputs import MAX_SHARD_SIZE, OutputFile, parse_size
+from .export.proof import sum_output
+from .export.report import ExportReport
+from .export.settling import DTYPES, build_report, find_overflows, write_rest
+from .export.target import REPORT_NAME, check_space, check_target, replacing
+from .export.workers import count_threads
+from .export.writing import create_files
+from .files import fsync_directory, write_json_durably
+from .findings import Finding
+from .fingerprint import Fingerprint
+from .live import unwrap_module
+from .live_fingerprints import fingerprint_model
+from .live_planning import LivePlan, describe_model, make_plan
+from .live_writing import Written, choose_mine, list_holdings, write_shards
+from .rank_sums import Entry, add_up
+from .ranks import gather_all, get_rank, get_world_size, run_on_each, run_on_main, wait_for_ranks
+from .shards import Layout
+from .views import wait_until_seen
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+PROOFS = ("output", "off")
+
+
+def export_model(
+    accelerator: Accelerator,
+    model: torch.nn.Module | None,
+    out: str | Path,
+    *,
+    dtype: str = "keep",
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    verify: str = "output",
+    report: bool = False,
+    num_threads: int | None = None,
+    timeout_s: float | None = None,
+) -> ExportReport:
+    """Write the directory that `save_pretrained` of the whole model would write, from the shards in memory.
+
+    The same directory that `export_checkpoint` makes of a checkpoint saved at this moment, without the checkpoint. At
+    any time, during training or after it, also between forward, backward and update: the model is only read. Its
+    mode, gradients, what FSDP has gathered, and all random generators are as before.
+
+    Every rank writes what it holds to its places in the same files; where several hold copies (HSDP, NO_SHARD, plain
+    data parallelism), they take turns. The directory appears by a rename when all of it is proven; if any rank fails,
+    all raise the same, nothing is left, and what was at `out` before is still there.
+
+    Collective: every rank makes the same call.
+
+    Args:
+        accelerator: that prepared the model.
+        model: prepared by FSDP 1 or 2 (any mesh), or plain; None is the only prepared one.
+        out: the directory to write, the same on every rank, on storage that all ranks share; must not exist, or be
+            empty, without `overwrite`.
+        dtype: "keep", or "bf16", "fp16", "fp32" for all floating tensors, or "config" for the dtype that the model's
+            config states. Rounded to nearest even, as torch does.
+        max_shard_size: of a file, as for `save_pretrained`.
+        tokenizer: tokenizer or processor to write beside the weights.
+        overwrite: replace an earlier export at `out`, once the new one is proven.
+        verify: "output" reads everything that was written again and compares it; "off" does not. Copies on several
+            ranks are compared in any case.
+        report: write `export_report.json` beside the weights.
+        num_threads: of each rank; default: its share of the node's processors.
+        timeout_s: how long to wait for a rank that does not arrive.
+
+    Returns:
+        what was written and how it was proven, the same on every rank. Time: two passes over local memory and that of
+        writing and reading this rank's share. Peak memory: that of `live_writing.write_shards`, whatever the size of
+        the model.
+
+    Raises:
+        UsageError: an argument cannot be right, or differs between ranks; nothing was written.
+        StorageError: the storage is not shared between ranks, not writable or full.
+        ReplicaDivergenceError: ranks that should hold copies of a tensor hold different values.
+        UnsupportedError: what transformers would write cannot be copied from memory; adapters of PEFT.
+        DamagedCheckpointError: what was read again is not what was in memory.
+        RankMissingError, RankFailedError: another rank did not arrive, or failed.
+    """
+    clock = _Clock()
+    wait_for_ranks("export_model", timeout_s=timeout_s)
+    target = Path(out).expanduser().absolute()
+    prepared = run_on_each(
+        "checking the export",
+        lambda: _check_arguments(accelerator, model, dtype, max_shard_size, verify, tokenizer),
+    )
+    _require_same(
+        out=str(target), dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite, verify=verify, report=report
+    )
+    run_on_main("looking at the target", lambda: check_target(target, None, overwrite=overwrite))
+    fingerprints = fingerprint_model(prepared)
+    clock.note("fingerprints")
+    threads = num_threads or _count_own_threads()
+    with tempfile.TemporaryDirectory() as folder:  # of this process, but only rank 0's is used
+        described = run_on_main(
+            "describing the model", lambda: describe_model(prepared, Path(folder) / "model", tokenizer)
+        )
+        plan = run_on_each(
+            "planning the export",
+            lambda: make_plan(prepared, described, fingerprints, dtype=dtype, max_shard_size=max_shard_size),
+        )
+        run_on_main("looking for space", lambda: check_space(target, sum(file.size_bytes for file in plan.files)))
+        holdings = gather_all(list_holdings(plan.shards))
+        mine = run_on_each("dividing the work", lambda: choose_mine(plan.shards, holdings, get_rank()))
+        clock.note("plan")
+        with _replacing_together(target) as staging:
+            run_on_main("making the files", lambda: create_files(plan.files, staging))
+            wait_until_seen("looking for the shared storage", target.parent, lambda: _look(plan.files, staging))
+            written = run_on_each(
+                "writing the export",
+                lambda: write_shards(mine, plan.feeds, staging, summed=plan.summed, num_threads=threads),
+            )
+            expected = _agree_on_expected(plan, written, fingerprints)
+            clock.note("write")
+            proof = {"fingerprints": _describe_source(plan), "output": "not read again (verify=off)"}
+            if verify == "output":
+                proof["output"] = _prove(plan, staging, expected, threads)
+                clock.note("proof")
+            overflows = find_overflows(_add_counts(written.num_overflowed))
+
+            def finish() -> ExportReport:
+                write_rest(staging, plan.files, plan.content, plan.companions)
+                done = _report(plan, target, proof, overflows, clock.seconds)
+                if report:
+                    write_json_durably(staging / REPORT_NAME, done.to_dict())
+                fsync_directory(staging)
+                return done
+
+            done = run_on_main("writing the config", finish)
+    return done
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def note(self, phase: str) -> None:
+        """Give the time since the last note to `phase`."""
+        now = time.monotonic()
+        self.seconds[phase], self._last = now - self._last, now
+
+
+def _check_arguments(
+    accelerator: Accelerator,
+    model: torch.nn.Module | None,
+    dtype: str,
+    max_shard_size: int | str,
+    verify: str,
+    tokenizer: Any,
+) -> torch.nn.Module:
+    """Return the model to export."""
+    for name, value, known in (("dtype", dtype, DTYPES), ("verify", verify, PROOFS)):
+        if value not in known:
+            raise UsageError(f"{name} is {value!r}; use one of {', '.join(known)}", actual=value)
+    parse_size(max_shard_size)
+    check_tokenizer(tokenizer)
+    prepared = list(accelerator._models)
+    if model is None:
+        if len(prepared) != 1:
+            raise UsageError(f"{len(prepared)} models are prepared; say which one to export (model=).")
+        found: torch.nn.Module = prepared[0]
+        return found
+    if not callable(getattr(model, "named_modules", None)):
+        raise UsageError(f"model is a {type(model).__name__}; give the prepared model.", actual=type(model).__name__)
+    # What is inside a wrapper (`unwrap_model`) does not hold all that the wrapper holds.
+    return next((each for each in prepared if unwrap_module(each) is unwrap_module(model)), model)
+
+
+def _require_same(**arguments: Any) -> None:
+    """Make sure that all ranks were given the same arguments. Collective."""
+    everyone = gather_all({name: repr(value) for name, value in arguments.items()})
+    for rank, others in enumerate(everyone):
+        for name, value in others.items():
+            if value != everyone[0][name]:
+                raise UsageError(
+                    f"Ranks were given different arguments: {name} is {everyone[0][name]} on rank 0 and {value} on "
+                    f"rank {rank}. Give every rank the same (a time stamp in a name has to come from rank 0).",
+                    rank=rank,
+                    expected=everyone[0][name],
+                    actual=value,
+                )
+
+
+def _count_own_threads() -> int:
+    """Return this rank's share of the processors of its node."""
+    return max(1, count_threads(None) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+@contextmanager
+def _replacing_together(target: Path) -> Iterator[Path]:
+    """Do what `replacing` does, by rank 0 for all. Collective."""
+    with ExitStack() as own:
+        staging = run_on_main("making room for the export", lambda: own.enter_context(replacing(target)))
+        yield staging
+        run_on_main("putting the export in its place", own.close)
+
+
+def _look(files: Sequence[OutputFile], staging: Path) -> str | None:
+    """Return what this rank does not see of the files that rank 0 has made."""
+    for file in files:
+        path = staging / file.name
+        try:
+            size_bytes = path.stat().st_size
+        except FileNotFoundError:
+            return f"does not see {path}, which rank 0 has made"
+        if size_bytes != file.size_bytes:
+            return f"sees {size_bytes} bytes of {path}, which rank 0 has made with {file.size_bytes}"
+    return None
+
+
+def _agree_on_expected(
+    plan: LivePlan, written: Written, fingerprints: Mapping[str, Fingerprint]
+) -> Mapping[str, Fingerprint]:
+    """Return the fingerprint of every output as it should be, the same on every rank. Collective.
+
+    Where values are written as they are, it is the live tensor's. What was cast or converted is summed by the ranks
+    that did so, and what they read for it is compared with the live tensors.
+    """
+    tensors = {tensor.name: tensor for file in plan.files for tensor in file.tensors}
+    sizes = {name: tensors[name].size_bytes for name in sorted(plan.summed)}
+    computed = _add_up(written.outputs, sizes)
+    read = _add_up(written.sources, {name: fingerprints[name].num_bytes for name in sorted(plan.checked)})
+    for name, found in read.items():
+        if found != fingerprints[name]:
+            raise CallOrderError(
+                f"{name} changed while it was exported (its fingerprint was {fingerprints[name]} and is {found}). Call "
+                "export_model where nothing updates the model: no other thread, no asynchronous update.",
+                fqn=name,
+                expected=str(fingerprints[name]),
+                actual=str(found),
+            )
+    for name, size_bytes in sizes.items():
+        if computed[name].num_bytes != size_bytes:
+            raise RankMismatchError(
+                f"{name} has {size_bytes} bytes, and the ranks together have written {computed[name].num_bytes}. All "
+                "ranks must prepare the same model in the same way.",
+                fqn=name,
+                expected=size_bytes,
+                actual=computed[name].num_bytes,
+            )
+    return {**plan.content.fingerprints, **computed}
+
+
+def _add_up(sums: Mapping[str, Fingerprint], sizes: Mapping[str, int]) -> dict[str, Fingerprint]:
+    """Return the sums over all ranks, of each of the tensors in `sizes` (their bytes). Collective."""
+    layout = Layout("disjoint", (get_rank(),))
+    entries = {
+        (name, ""): Entry((name, ""), sums.get(name, Fingerprint()), layout, size, "") for name, size in sizes.items()
+    }
+    indices = [{"disjoint": (rank,)} for rank in range(get_world_size())]
+    rows = add_up(list(entries), entries, indices)
+    return {name: row.fingerprint for name, row in zip(sizes, rows, strict=True)}
+
+
+def _add_counts(counts: Mapping[str, int]) -> dict[str, int]:
+    """Add up the counts of all ranks; few tensors have any. Collective."""
+    total: dict[str, int] = {}
+    for each in gather_all(dict(counts)):
+        for name, count in each.items():
+            total[name] = total.get(name, 0) + count
+    return dict(sorted(total.items()))
+
+
+def _prove(plan: LivePlan, staging: Path, expected: Mapping[str, Fingerprint], threads: int) -> str:
+    """Read the files again, each rank its share, and compare them with what they should be. Collective."""
+    share = run_on_each(
+        "reading the export again",
+        lambda: sum_output(staging, plan.files, index=get_rank(), count=get_world_size(), num_threads=threads),
+    )
+    places = {tensor.name: (file.name, tensor.size_bytes) for file in plan.files for tensor in file.tensors}
+    found = _add_up(share, {name: size_bytes for name, (_, size_bytes) in places.items()})
+    for name, fingerprint in found.items():
+        if fingerprint != expected[name]:
+            raise DamagedCheckpointError(
+                f"{places[name][0]}: {name!r} is not what was in memory (its fingerprint is {fingerprint}, expected "
+                f"{expected[name]}). The storage does not keep what is written, something else writes there, or the "
+                "model was updated meanwhile. Export again.",
+                path=str(staging / places[name][0]),
+                fqn=name,
+                expected=str(expected[name]),
+                actual=str(fingerprint),
+            )
+    num_summed = len(plan.summed)
+    return (
+        f"{len(found)} tensors read again from the output, by {get_world_size()} ranks: {len(found) - num_summed} have "
+        f"the fingerprints of the live model, {num_summed} those of what was cast or converted"
+    )
+
+
+def _describe_source(plan: LivePlan) -> str:
+    made_of = f"; {len(plan.checked)} tensors that are cast or converted compared with theirs" if plan.checked else ""
+    return f"taken of the live model on all ranks, copies compared{made_of}"
+
+
+def _report(
+    plan: LivePlan,
+    target: Path,
+    proof: Mapping[str, str],
+    overflows: tuple[Finding, ...],
+    seconds: Mapping[str, float],
+) -> ExportReport:
+    return build_report(
+        plan.content,
+        plan.files,
+        plan.companions,
+        path=plan.class_name,
+        out=str(target),
+        source=f"in memory of {get_world_size()} rank(s)",
+        proof=proof,
+        findings=(*plan.findings, *overflows),
+        seconds=dict(seconds),
+    )

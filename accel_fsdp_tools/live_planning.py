@@ -1,0 +1,205 @@
+"""What an export of the model in memory will hold, and which live tensor feeds which part of which file.
+
+Rank 0 asks transformers (`describe_model`) and tells the others; from there on it is arithmetic on names and shapes,
+which every rank does for itself with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .architecture.facts import AdapterFacts, ArchitectureFacts
+from .assets import write_model_assets
+from .describing import describe_architecture
+from .errors import MismatchError, UnsupportedError
+from .export.adapters import Adapter, collect_adapter
+from .export.companions import CONFIG_NAME, Companions, find_companions
+from .export.content import Choices, Content, collect_tensors
+from .export.outputs import OutputFile, split_into_files
+from .export.recipes import locate_outputs
+from .export.settling import choose_dtypes, settle_config
+from .extents import DTYPE_SIZES, ByteRange, DiskTensor, Extent, count_elements, get_whole
+from .findings import Finding, Severity
+from .fingerprint import Fingerprint
+from .live_writing import Feed, list_feeds
+from .shards import LocalShard, iterate_local_shards
+
+if TYPE_CHECKING:
+    import torch
+
+
+_GENERATION_NAME = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What rank 0 found out about a model: small, and told to all ranks.
+
+    Attributes:
+        facts: `ArchitectureFacts` as JSON holds them.
+        companions: config, and files that lie where only rank 0 sees them.
+        problems: what of these could not be saved, and why.
+    """
+
+    facts: Mapping[str, Any]
+    companions: Companions
+    problems: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class LivePlan:
+    """The same on every rank, but for `shards`.
+
+    Attributes:
+        shards: this rank's, under the names that the architecture's facts have.
+        feeds: outputs by the live tensor that goes into them.
+        summed: outputs that are cast or converted, so that only the ranks together know their fingerprints.
+        checked: live tensors that these are made of.
+    """
+
+    content: Content
+    files: tuple[OutputFile, ...]
+    companions: Companions
+    findings: tuple[Finding, ...]
+    class_name: str
+    shards: tuple[LocalShard, ...]
+    feeds: Mapping[str, Sequence[Feed]]
+    summed: frozenset[str]
+    checked: frozenset[str]
+
+
+def describe_model(model: torch.nn.Module, folder: Path, tokenizer: Any) -> Description:
+    """Return what is to be known about a prepared model. Its small files are written into `folder`. Not collective.
+
+    Raises:
+        UnsupportedError: transformers cannot say what it would write for this model.
+    """
+    facts = describe_architecture(model)
+    problems = write_model_assets(model, folder, tokenizer=tokenizer)
+    companions = find_companions([folder]) if folder.is_dir() else Companions()
+    return Description(facts.to_dict(), companions, problems)
+
+
+def make_plan(
+    model: torch.nn.Module,
+    described: Description,
+    fingerprints: Mapping[str, Fingerprint],
+    *,
+    dtype: str,
+    max_shard_size: int | str,
+) -> LivePlan:
+    """Return the plan. Not collective.
+
+    Args:
+        model: prepared.
+        described: by rank 0.
+        fingerprints: of the live tensors, by each of their names.
+        dtype, max_shard_size: as for `export_model`.
+
+    Raises:
+        UnsupportedError: something that is written is computed by transformers, or of a dtype without a file format.
+        MismatchError: the model's tensors are not those that were described.
+        UsageError: the config's dtype is wanted and no config states one.
+    """
+    facts = ArchitectureFacts.from_dict(described.facts)
+    shards = tuple(iterate_local_shards(model))
+    tensors, owners = _list_tensors(shards, facts)
+    known = {name: fingerprints[owner] for name, owner in owners.items()}
+    companions = described.companions
+    if facts.peft is not None:
+        adapter = _choose_adapter(facts)
+        content, outputs = _collect_adapter(adapter, tensors, known, facts), adapter.outputs
+        beside = {name: path for name, path in companions.files.items() if name != _GENERATION_NAME}
+        companions = Companions(None, beside)  # the config is the base model's
+    else:
+        content, outputs = collect_tensors(tensors, known, facts, Choices()), facts.outputs
+        beside = {name: path for name, path in companions.files.items() if name not in content.texts}
+        companions = Companions(companions.config or content.config, beside)
+    chosen, hints = choose_dtypes(content, dtype, companions)
+    converted = {output.name for output in outputs if output.source is None}
+    summed = {each.name for each in chosen if each.name in converted or each.dtype != each.source.dtype}
+    files = split_into_files(chosen, max_shard_size, stem=content.stem)
+    return LivePlan(
+        content=content,
+        files=files,
+        companions=settle_config(companions, content, chosen),
+        findings=(*content.findings, *hints, *_judge(described, companions, content)),
+        class_name=facts.class_name,
+        shards=shards,
+        feeds=list_feeds(files, outputs, owners),
+        summed=frozenset(summed),
+        checked=frozenset(owners[name] for output in outputs if output.name in summed for name in output.needed),
+    )
+
+
+def _list_tensors(
+    shards: Sequence[LocalShard], facts: ArchitectureFacts
+) -> tuple[dict[str, DiskTensor], dict[str, str]]:
+    """Return all live tensors under each of their names, as if each lay whole in one place, and their first names."""
+    tensors: dict[str, DiskTensor] = {}
+    owners: dict[str, str] = {}
+    for shard in shards:
+        if shard.dtype not in DTYPE_SIZES:
+            raise UnsupportedError(
+                f"{shard.fqn} has the dtype {shard.dtype}, which safetensors files cannot hold.", fqn=shard.fqn
+            )
+        num_bytes = count_elements(shard.shape) * DTYPE_SIZES[shard.dtype]
+        place = ByteRange(shard.fqn, 0, num_bytes)
+        for live_name in (shard.fqn, *shard.aliases):
+            # DistributedDataParallel's prefix is no part of the model's names.
+            name = live_name if live_name in facts.shapes else live_name.removeprefix("module.")
+            tensors[name] = DiskTensor(name, shard.dtype, shard.shape, (Extent(get_whole(shard.shape), place),))
+            owners[name] = shard.fqn
+    return tensors, owners
+
+
+def _choose_adapter(facts: ArchitectureFacts) -> AdapterFacts:
+    peft = facts.peft
+    assert peft is not None  # noqa: S101 - for the type checker
+    known = {each.name: each for each in peft.adapters}
+    active = [name for name in peft.active if name in known]
+    if len(active) == 1:
+        return known[active[0]]
+    what = f"has {len(active)} active adapters ({', '.join(active)})" if active else "has no adapter that is known"
+    reason = f": {peft.problem}" if peft.problem else ""
+    raise UnsupportedError(
+        f"{facts.class_name} {what}{reason}. What is exported from memory is the one active adapter; for others, "
+        "save a checkpoint with save_state and export that (accel-fsdp export CKPT OUT).",
+        actual=tuple(active),
+    )
+
+
+def _collect_adapter(
+    adapter: AdapterFacts,
+    tensors: Mapping[str, DiskTensor],
+    fingerprints: Mapping[str, Fingerprint],
+    facts: ArchitectureFacts,
+) -> Content:
+    missing = sorted({name for output in adapter.outputs for name in output.needed} - tensors.keys())
+    if missing:
+        raise MismatchError(f"The adapter {adapter.name!r} has tensors that the model lacks: {', '.join(missing[:8])}")
+    plain = {output.name: output.source for output in adapter.outputs if output.source is not None}
+    return collect_adapter(
+        Adapter(
+            adapter.name,
+            adapter.config,
+            dict(locate_outputs(adapter.outputs, tensors, facts)),
+            {name: fingerprints[source] for name, source in plain.items()},
+        )
+    )
+
+
+def _judge(described: Description, companions: Companions, content: Content) -> list[Finding]:
+    findings = [
+        Finding(name, Severity.HINT, f"the {name} cannot be saved ({reason}); put it there by other means")
+        for name, reason in described.problems.items()
+    ]
+    if content.stem == "model" and companions.config is None:
+        message = f"the model has no config that transformers could write, so there is no {CONFIG_NAME}"
+        findings.append(Finding("config", Severity.HINT, message))
+    elif not companions.has_tokenizer and "tokenizer" not in described.problems:
+        findings.append(Finding("tokenizer", Severity.NOTE, "there is no tokenizer: give tokenizer="))
+    return findings
