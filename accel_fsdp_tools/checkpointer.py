@@ -2,71 +2,53 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from . import contract
-from .commit import Found, delete_checkpoint, find_checkpoints, make_root, recover
-from .errors import AccelFsdpError, CallOrderError, CheckpointIncompleteError, UsageError
-from .files import check_files
-from .load import VERIFY_MODES, load_state
-from .manifest import Manifest, read_manifest
+from . import contract, views
+from .arguments import check_positive, choose_policy, to_numbers
+from .assets import check_tokenizer
+from .background import PendingSave
+from .commit import find_checkpoints, make_root, recover
+from .errors import AccelFsdpError, CallOrderError, UsageError
+from .export_live import export_model
+from .keeping import settle_checkpoint
+from .load import VERIFY_MODES, load_checkpoint
+from .load_notes import LoadNotes
+from .manifest import Lineage, has_manifest, read_manifest
 from .ownership import RootLock
-from .phases import reach
+from .position import Position, StepAndEpoch
 from .progress import track as track_loaders
-from .ranks import broadcast, get_rank, get_world_size, run_on_each, run_on_main, run_together, wait_for_ranks
+from .quarantine import list_set_aside
+from .ranks import broadcast, run_on_each, run_on_main, wait_for_ranks
+from .records import pin
 from .report import LoadReport
-from .retention import choose_deletions
-from .save import check_naming, get_run_id, write_checkpoint
+from .resuming import ON_DAMAGE, Resumed, load_newest
+from .retention import KeepBest, RetentionPolicy
+from .save import SaveOrder, get_run_id, release_copies, start_checkpoint, write_checkpoint
+from .save_checks import check_naming
 from .steps import follow_steps
+from .survey import get_name
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
+
+    from .export import ExportReport
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Position:
-    """Where training goes on.
-
-    `epoch` counts passes over the training loader; it is the one to continue with: `for epoch in range(position.epoch,
-    num_epochs)`. `batch` is how many batches of it were handed out before the save; the loader skips them by itself.
-    Saved with an epoch's last batch in hand, `batch` is the whole epoch: the loop body is then not entered again, but
-    the code after it runs, as it would have. `samples` counts the samples that all ranks together have been handed.
-    """
-
-    epoch: int
-    step: int
-    batch: int
-    samples: int
-    fresh: bool
-    report: LoadReport | None = None
-
-    def __str__(self) -> str:
-        if self.fresh:
-            return "fresh start"
-        return f"resumed at epoch {self.epoch}, batch {self.batch}, step {self.step}"
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """What rank 0 found in the root."""
-
-    path: Path | None
-    attempt: int
-    skipped: tuple[str, ...] = field(default=())
+_WHEN_BUSY = ("wait", "skip")
+_READS_CHECKSUMS = frozenset(VERIFY_MODES) - {"size", "off"}
 
 
 class Checkpointer:
-    """Saves every N steps, keeps the last few, and resumes from the newest whole checkpoint.
+    """Saves every N steps, keeps those that a policy names, and resumes from the newest whole checkpoint.
 
         with Checkpointer(accelerator, "runs/a", save_every=500, keep_last=3) as checkpointer:
             position = checkpointer.resume()
@@ -78,18 +60,39 @@ class Checkpointer:
 
     One run at a time may use a root; a lock with a heartbeat sees to it. Every method is collective.
 
+    After each save the new checkpoint is read back from disk, and only then old ones go: those that none of the
+    `keep_` arguments covers. What has not been read back never counts towards them, the newest that has been never
+    goes, nor does what is pinned, nor anything that a user saved or renamed here.
+
+    With `async_save` training stops only while everything is copied to host memory; the rest, removing old ones
+    included, goes on in the background. One save is in flight at a time. If it fails, the next `step` that counts an
+    update, `save`, `wait`, `resume` or `close` raises that on every rank; nothing of it is left, and training can go
+    on. Leaving the `with` block, `close` and the end of the process wait for it.
+
     Args:
         accelerator: with everything prepared.
         root: directory for the checkpoints `step_00000500`, ..., on storage that all ranks share.
         save_every: updates between two saves; None saves only on `save()` or by time.
         save_every_s: seconds between two saves, judged by rank 0 for all.
-        keep_last: how many committed checkpoints stay; None keeps all. Old ones go only after a new one has been
-            committed and read back from disk.
+        keep_last: how many of the newest stay; None keeps all.
+        keep_every: checkpoints of steps that are multiples of this stay for good.
+        keep_best: metric, "min" or "max", and how many, ("loss", "min", 3), or a `retention.KeepBest`: those stay. The
+            metric is one of those last given to `step` before the save.
+        keep_every_s: one checkpoint per so many seconds stays for good.
+        retention: a policy of the module `retention`, or of your own, in place of all `keep_` arguments.
+        on_damage: where the newest checkpoint is damaged, `resume` falls back to the one before, and so on. This is
+            what it does when none is left: "fail" raises, "fresh" starts anew. "stop" never falls back: it raises on
+            the first that is damaged.
+        max_resumes: pass over a checkpoint that so many runs have begun with without saving again (a crash loop);
+            None never does.
         verify: as for `load_state`; "off" also skips reading back before pruning.
         train_dataloader: the prepared loader that `Position` speaks of; needed only when several are prepared and
             not exactly one of them shuffles.
         strict: as for `load_state` and `save_state`.
+        tokenizer: as for `save_state`.
         allow_objects: as for `load_state`.
+        async_save: save in the background. Takes memory for one copy of what is on this rank.
+        when_busy: what a save does while another is in flight: "wait" for it, or "skip" itself.
         timeout_s: how long to wait for a rank that does not arrive.
 
     Raises:
@@ -105,18 +108,34 @@ class Checkpointer:
         save_every: int | None = None,
         save_every_s: float | None = None,
         keep_last: int | None = 3,
+        keep_every: int | None = None,
+        keep_best: KeepBest | Sequence[Any] | None = None,
+        keep_every_s: float | None = None,
+        retention: RetentionPolicy | None = None,
+        on_damage: str = "fail",
+        max_resumes: int | None = None,
         verify: str = "auto",
+        async_save: bool = False,
+        when_busy: str = "wait",
         train_dataloader: Any = None,
         strict: bool = True,
+        tokenizer: Any = None,
         allow_objects: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> None:
-        _check_positive("save_every", save_every, int)
-        _check_positive("save_every_s", save_every_s, (int, float))
-        _check_positive("timeout_s", timeout_s, (int, float))
-        choose_deletions(list[Found](), keep_last=keep_last)
-        if verify not in VERIFY_MODES:
-            raise UsageError(f"verify is {verify!r}; use one of {', '.join(VERIFY_MODES)}", actual=verify)
+        check_positive("save_every", save_every, int)
+        check_positive("save_every_s", save_every_s, (int, float))
+        check_positive("max_resumes", max_resumes, int)
+        check_positive("timeout_s", timeout_s, (int, float))
+        self._policy = choose_policy(keep_last, keep_every, keep_best, keep_every_s, retention)
+        choices = (
+            ("verify", verify, VERIFY_MODES),
+            ("on_damage", on_damage, ON_DAMAGE),
+            ("when_busy", when_busy, _WHEN_BUSY),
+        )
+        for name, value, allowed in choices:
+            if value not in allowed:
+                raise UsageError(f"{name} is {value!r}; use one of {', '.join(allowed)}", actual=value)
         self.root = Path(root).expanduser().absolute()
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{self.root} is a file; give a directory for the checkpoints", path=str(self.root))
@@ -124,17 +143,19 @@ class Checkpointer:
         check_naming(accelerator, self.root / "any")
         self._accelerator = accelerator
         self._save_every, self._save_every_s = save_every, save_every_s
-        self._keep_last, self._verify, self._strict = keep_last, verify, strict
+        self._on_damage, self._max_resumes = on_damage, max_resumes
+        self._verify, self._strict = verify, strict
+        self._async_save, self._when_busy = async_save, when_busy
+        self._pending: PendingSave | None = None
         self._allow_objects, self._timeout_s = tuple(allow_objects), timeout_s
+        check_tokenizer(tokenizer)
+        self._tokenizer = tokenizer
         self._tracker = track_loaders(accelerator)
-        self._train_index = self._tracker.find_train_loader(train_dataloader)
+        self._counter = StepAndEpoch(self._tracker, self._tracker.find_train_loader(train_dataloader))
         follow_steps(accelerator)
         self._lock: RootLock | None = None
         self._is_open = False
         self._has_resumed = False
-        self._step = 0
-        self._num_epochs = 0  # passes of the training loader in which an update was made, the current one included
-        self._last_pass: int | None = None
         self._attempt = 0
         self._parent_id: str | None = None
         self._last_save = time.monotonic()
@@ -148,110 +169,163 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._finish_alone()
         self.close()
 
-    def close(self) -> None:
-        """Give the root back. Not collective; a run that dies without it is recognised as dead."""
-        self._is_open = False
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+    def close(self, *, discard: bool = False) -> None:
+        """Wait for the save in flight, and give the root back. A run that dies without it is recognised as dead.
+
+        Collective if a save is in flight (the `with` block that is left by an error lets it end as well, and only logs
+        what it fails with, since other ranks may have had no error). Otherwise not.
+
+        Args:
+            discard: give the save in flight up instead of waiting for it.
+
+        Raises:
+            What the save in flight has failed with.
+        """
+        try:
+            if discard and self._pending is not None:
+                self._pending.discard()
+                self._pending = None
+            self._finish()
+        finally:
+            if self._async_save:
+                release_copies()
+            self._is_open = False
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def _finish_alone(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait_alone()
+            if pending.failure is not None:
+                logger.error("%s was not saved: %s", pending.path, pending.failure)
+
+    def wait(self) -> Path | None:
+        """Wait for the save in flight, and return the path of its checkpoint; None if there was none. Collective.
+
+        Raises:
+            What it has failed with, the same on every rank; earlier checkpoints are untouched.
+        """
+        wait_for_ranks("Checkpointer.wait", timeout_s=self._timeout_s)
+        return self._finish()
+
+    def _finish(self) -> Path | None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        try:
+            return pending.wait()
+        finally:
+            if pending.is_committed:
+                self._parent_id = pending.checkpoint_id
 
     def _open(self) -> None:
-        """Take the root: lock it and finish what a dead run left half done."""
+        """Take the root: lock it, see that it is on shared storage, and finish what a dead run left half done."""
         if self._is_open:
             return
         run_id = get_run_id()
+        views.check_same_root(self.root)
 
-        def take() -> tuple[list[str], int]:
+        def take() -> tuple[list[str], int, str]:
             make_root(self.root)
+            if self._lock is not None:  # of an attempt to open that has failed
+                self._lock.release()
             lock = RootLock(self.root, run_id)
             lock.acquire()
             self._lock = lock
-            done = recover(self.root)
-            known = [each.manifest.lineage.attempt for each in find_checkpoints(self.root) if each.manifest]
-            return done, max(known, default=0) + 1
+            return recover(self.root), _count_attempts(self.root) + 1, lock.owner.token
 
-        done, self._attempt = run_on_main("opening the root", take)
-        self._is_open = True
+        done, self._attempt, token = run_on_main("opening the root", take)
         for line in done:
             logger.info("%s: %s", self.root, line)
+        views.check_same_storage(self.root, token)
+        self._is_open = True
 
     # -- resume -------------------------------------------------------------------------------------------------
 
     def resume(self, path: str | Path | None = None, *, fresh: bool = False) -> Position:
-        """Load the newest committed checkpoint of the root, or `path`, and return where training goes on.
+        """Load the newest whole checkpoint of the root, or `path`, and return where training goes on.
 
         The newest is the last one along the lineage: of the latest attempt that saved anything, the highest recorded
-        step; never by time or by name. All ranks load the one that rank 0 chose. An empty root is a fresh start. A
-        root that holds only what cannot be resumed (unfinished, damaged, or written by others) is not: that would
-        throw a run away in silence.
+        step; never by time or by name. All ranks load the one that rank 0 chose, after they have agreed that they see
+        the same. One that is damaged is moved to `<root>/.quarantine` with the reason, and the one before it is loaded:
+        every rank logs that, and `Position.skipped` and the report's notes say it. What is no damage (a run that does
+        not fit the checkpoint, say) is raised instead. An empty root is a fresh start. A root that holds only what
+        cannot be resumed (unfinished, damaged, or written by others) is not: that would throw a run away in silence.
 
         Args:
-            path: a checkpoint to go back to; training from there becomes the newest branch with its first save.
+            path: a checkpoint to go back to; training from there becomes the newest branch with its first save. If it
+                is damaged there is no falling back.
             fresh: start anew whatever the root holds.
 
         Raises:
             CheckpointIncompleteError: the root holds checkpoints, and none that can be resumed.
+            StorageError: a rank sees something else than the others; names it.
             LockedError: another live run uses the root.
             Whatever `load_state` raises.
         """
         if path is not None and fresh:
             raise UsageError("resume() was given both a path and fresh=True; choose one")
         wait_for_ranks("Checkpointer.resume", timeout_s=self._timeout_s)
+        self._finish()
         self._open()
-        chosen = None if path is None else Path(path).expanduser().absolute()
-        choice = _Choice(chosen, self._attempt)
-        if chosen is None and not fresh:
-            choice = run_on_main("choosing a checkpoint", lambda: _choose(self.root, self._attempt))
+        resumed = Resumed()
+        if path is not None:
+            resumed = self._load_named(Path(path).expanduser().absolute())
+        elif not fresh:
+            resumed = load_newest(
+                self._accelerator,
+                self.root,
+                self._load,
+                on_damage=self._on_damage,
+                max_resumes=self._max_resumes,
+                verifies=self._verify in _READS_CHECKSUMS,
+                run_id=get_run_id(),
+            )
         self._has_resumed = True
-        if choice.path is None:
+        self._parent_id = resumed.checkpoint_id
+        self._last_save = time.monotonic()
+        if resumed.report is None:
             self._tracker.begin_training()
-            self._step, self._parent_id = 0, None
-            self._num_epochs, self._last_pass = 0, None
-            return Position(epoch=0, step=0, batch=0, samples=0, fresh=True)
-        report = load_state(
+            self._counter.begin()
+            return Position(epoch=0, step=0, batch=0, samples=0, fresh=True, skipped=resumed.skipped)
+        return self._counter.go_on(resumed.step, resumed.report, resumed.skipped)
+
+    def _load(self, path: Path, allow_after_step: bool, notes: LoadNotes) -> LoadReport:
+        return load_checkpoint(
             self._accelerator,
-            choice.path,
+            path,
+            notes,
             verify=self._verify,
             strict=self._strict,
+            allow_after_step=allow_after_step,
             allow_objects=self._allow_objects,
-            allow_after_step=path is not None,
             timeout_s=self._timeout_s,
         )
-        if choice.skipped:
-            report = dataclasses.replace(report, notes=(*report.notes, *choice.skipped))
-        for line in choice.skipped:
-            logger.warning("%s", line)
-        self._step = self._read_step(choice.path, report)
-        self._last_save = time.monotonic()
-        return self._describe_position(report)
 
-    def _read_step(self, path: Path, report: LoadReport) -> int:
-        if not report.has_manifest:
-            self._parent_id = None
-            return 0
-        manifest: Manifest = run_on_main("reading the step", lambda: read_manifest(path))
-        self._parent_id = manifest.lineage.checkpoint_id
-        return max(manifest.step, 0)
+    def _load_named(self, path: Path) -> Resumed:
+        report = self._load(path, True, LoadNotes())
 
-    def _describe_position(self, report: LoadReport) -> Position:
-        if self._train_index is None:
-            return Position(report.epoch, self._step, 0, 0, fresh=False, report=report)
-        loader = self._tracker.loaders[self._train_index]
-        # The pass that is gone on with is counted already when its first update comes.
-        is_in_pass = loader.batch > 0
-        epoch = report.epoch if report.has_manifest else loader.epoch
-        self._num_epochs = epoch + 1 if is_in_pass else epoch
-        self._last_pass = loader.epoch if is_in_pass else None
-        return Position(epoch, self._step, loader.batch, loader.samples, fresh=False, report=report)
+        def describe() -> tuple[str | None, int]:
+            if not has_manifest(path):
+                return None, 0
+            manifest = read_manifest(path)
+            return manifest.lineage.checkpoint_id, max(manifest.step, 0)
+
+        checkpoint_id, step = run_on_main("reading the step", describe)
+        return Resumed(path, checkpoint_id, step, report)
 
     # -- save ---------------------------------------------------------------------------------------------------
 
     @property
     def num_steps(self) -> int:
         """Updates made so far, those of earlier runs included."""
-        return self._step
+        return self._counter.step
 
     def step(self, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Path | None:
         """Count an update, and save if one is due. Call it once per batch, after `optimizer.step()`.
@@ -260,69 +334,91 @@ class Checkpointer:
         (numbers or one-element tensors) are recorded in the manifest of the next checkpoint.
 
         Returns:
-            The checkpoint's path if one was saved.
+            The checkpoint's path if one was saved; with `async_save`, the path that it will have.
+
+        Raises:
+            What a save in flight has failed with. The update is counted nevertheless.
         """
         given = {**(metrics or {}), **({} if loss is None else {"loss": loss})}
         self._metrics = {name: value.detach() if hasattr(value, "detach") else value for name, value in given.items()}
         if not self._accelerator.sync_gradients:
             return None
-        self._step += 1
-        self._count_epoch()
+        self._counter.count_update()
+        # Ranks end their parts at different moments: rank 0's decides when all of them look.
+        if self._pending is not None and broadcast(self._pending.done):
+            self._finish()
         return self.save() if self._is_due() else None
 
-    def _count_epoch(self) -> None:
-        """Count a pass of the training loader when its first update is made.
-
-        Other passes over it (a look at a batch, a metric over the training data) are no epochs.
-        """
-        if self._train_index is not None:
-            current = self._tracker.loaders[self._train_index].epoch
-            if current != self._last_pass:
-                self._num_epochs, self._last_pass = self._num_epochs + 1, current
-
-    def _get_epoch(self) -> int | None:
-        """Return how many epochs have ended; a script that never calls `step` has all passes counted."""
-        if self._train_index is None:
-            return None
-        current = self._tracker.loaders[self._train_index].epoch
-        if self._num_epochs == 0:
-            return current
-        return self._num_epochs - 1 if current == self._last_pass else self._num_epochs
-
     def _is_due(self) -> bool:
-        if self._save_every is not None and self._step % self._save_every == 0:
+        if self._save_every is not None and self.num_steps % self._save_every == 0:
             return True
         if self._save_every_s is None:
             return False
         # Clocks differ: rank 0's decides, or some ranks would enter the save and others not.
         return broadcast(time.monotonic() - self._last_save >= self._save_every_s)
 
-    def save(self) -> Path:
-        """Save now, then remove what `keep_last` no longer covers. Returns the committed checkpoint's path.
+    def save(self, *, pinned: bool = False) -> Path | None:
+        """Save now, then remove what nothing keeps any longer. Returns the committed checkpoint's path.
+
+        With `async_save` that is the path which the checkpoint will have, and the removing comes later; None if this
+        save was skipped because another is in flight.
+
+        Args:
+            pinned: this one stays until it is unpinned (`accel-fsdp pin --undo`), whatever the policy says.
 
         Raises:
             CallOrderError: gradients are partly accumulated.
+            DamagedCheckpointError: the new checkpoint cannot be read back as it was written; nothing was removed.
             Whatever `save_state` raises; the earlier checkpoints are untouched then.
         """
         wait_for_ranks("Checkpointer.save", timeout_s=self._timeout_s)
+        if self._pending is not None:
+            if self._when_busy == "skip" and not broadcast(self._pending.done):
+                return None
+            self._finish()
         self._open()
         run_on_main("checking the root", self._check_root)
-        metrics = run_on_each("reading the metrics", lambda: _to_numbers(self._metrics))
-        path, lineage = write_checkpoint(
-            self._accelerator,
-            self.root / f"step_{self._step:08d}",
+        metrics = run_on_each("reading the metrics", lambda: to_numbers(self._metrics))
+        path = self.root / get_name(self.num_steps)
+        order = SaveOrder(
             attempt=self._attempt,
             parent_id=self._parent_id,
-            step=self._step,
-            epoch=self._get_epoch(),
+            step=self.num_steps,
+            epoch=self._counter.get_epoch(),
             strict=self._strict,
+            tokenizer=self._tokenizer,
             timeout_s=self._timeout_s,
             extra={"metrics": metrics},
         )
+
+        def settle(path: Path, lineage: Lineage) -> None:
+            if pinned:
+                run_on_main("pinning", lambda: pin(self.root, lineage.checkpoint_id, name=path.name))
+            settle_checkpoint(path, lineage, policy=self._policy, verify=self._verify, run_id=get_run_id())
+
+        if self._async_save:
+            self._pending = start_checkpoint(self._accelerator, path, order, follow=settle)
+            self._last_save = time.monotonic()
+            return path
+        path, lineage = write_checkpoint(self._accelerator, path, order)
         self._parent_id = lineage.checkpoint_id
         self._last_save = time.monotonic()
-        self._prune(path)
+        settle(path, lineage)
         return path
+
+    def export(self, out: str | Path, *, model: torch.nn.Module | None = None, **options: Any) -> ExportReport:
+        """Write the model as it is in memory now to `out`, as a Hugging Face directory; see `export_model`.
+
+        Nothing is saved or counted, and the root is not touched.
+
+        Args:
+            out: the directory to write.
+            model: which one, where several are prepared.
+            options: as for `export_model`; the tokenizer is the one given to this object.
+        """
+        return export_model(
+            self._accelerator, model, out, **{"tokenizer": self._tokenizer, "timeout_s": self._timeout_s, **options}
+        )
 
     def _check_root(self) -> None:
         if self._lock is not None:
@@ -339,76 +435,11 @@ class Checkpointer:
             )
         self._has_resumed = True
 
-    def _prune(self, newest: Path) -> None:
-        """Remove old checkpoints, once the new one has been read back from disk."""
-        condemned = run_on_main("choosing what to prune", lambda: self._choose_deletions())
-        if not condemned:
-            return
-        reach("prune.begin")
-        if self._verify != "off":
-            run_together("reading the new checkpoint back", lambda: _read_back(newest, self._verify))
-        run_on_main("pruning", lambda: _delete_all(condemned, get_run_id()))
 
-    def _choose_deletions(self) -> list[Path]:
-        committed = [each for each in find_checkpoints(self.root) if each.manifest and _is_ours(each.path)]
-        return [each.path for each in choose_deletions(committed, keep_last=self._keep_last)]
-
-
-def _delete_all(paths: list[Path], run_id: str) -> None:
-    for path in paths:
-        delete_checkpoint(path, run_id)
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether a `Checkpointer` gave this name: a checkpoint that a user saved or renamed here is never pruned."""
-    digits = path.name.removeprefix("step_")
-    return path.name.startswith("step_") and len(digits) >= 8 and digits.isdecimal()
-
-
-def _read_back(path: Path, verify: str) -> None:
-    files = read_manifest(path).files[get_rank() :: get_world_size()]
-    check_files(path, files, checksums=verify != "size")
-
-
-def _choose(root: Path, attempt: int) -> _Choice:
-    """Return the newest whole checkpoint of `root`, and why newer or unordered ones were passed over."""
-    found = find_checkpoints(root)
-    whole = sorted((each for each in found if each.manifest), key=lambda each: each.order, reverse=True)
-    skipped = [f"skipped {each.path.name}: {each.problem}" for each in found if each.manifest is None]
-    for each in whole:
-        assert each.manifest is not None  # noqa: S101
-        try:
-            check_files(each.path, each.manifest.files, checksums=False)
-        except AccelFsdpError as error:
-            skipped.append(f"skipped {each.path.name}: {error}")
-            continue
-        return _Choice(each.path, attempt, tuple(skipped))
-    if found:
-        lines = "\n".join(f"  - {line}" for line in skipped)
-        raise CheckpointIncompleteError(
-            f"{root} holds checkpoints, but none that can be resumed:\n{lines}\nStarting fresh would abandon them in "
-            "silence. Give resume() the path of one to load, fresh=True to start anew, or use an empty root.",
-            path=str(root),
-        )
-    return _Choice(None, attempt)
-
-
-def _check_positive(name: str, value: Any, kinds: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0 or not math.isfinite(value):
-        raise UsageError(f"{name} is {value!r}; give a positive number, or None", actual=value)
-
-
-def _to_numbers(metrics: Mapping[str, Any]) -> dict[str, float | str]:
-    """Turn metrics into what JSON can hold; a tensor is read only here, so that step() never waits for a GPU."""
-    numbers: dict[str, float | str] = {}
-    for name, value in metrics.items():
-        try:
-            number = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(
-                f"The metric {name!r} is {type(value).__name__} {value!r:.60}; give numbers or one-element tensors"
-            ) from error
-        numbers[name] = number if math.isfinite(number) else str(number)
-    return numbers
+def _count_attempts(root: Path) -> int:
+    """Return the number of the last attempt that has saved into the root, what was set aside included."""
+    manifests = [each.manifest for each in find_checkpoints(root) if each.manifest]
+    for each in list_set_aside(root):
+        with contextlib.suppress(AccelFsdpError):  # why it is there, perhaps
+            manifests.append(read_manifest(each.path))
+    return max((manifest.lineage.attempt for manifest in manifests), default=0)

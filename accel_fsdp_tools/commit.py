@@ -5,6 +5,8 @@
     <root>/.partial/<run id>/<name>.replaced/    an old checkpoint for the moment in which a new one takes its name
     <root>/.partial/<run id>/<name>.deleted/     an old checkpoint on its way out
 
+A root also has `.quarantine` (module `quarantine`) and `.accel_fsdp_tools` (module `records`).
+
 Everything here is done by rank 0 alone; the callers make the other ranks wait and agree.
 """
 
@@ -31,10 +33,13 @@ from .ownership import (
     write_owner,
 )
 from .phases import reach
+from .quarantine import QUARANTINE
+from .records import RECORDS
 
 PARTIAL, OWNER_NAME = ownership.PARTIAL, ownership.OWNER_NAME  # the heartbeat needs them too
 # A plain `save_state` has no heartbeat: from another host, one that runs looks like one that died until it is this old.
 FOREIGN_PARTIAL_STALE_S = 24 * 3600.0
+OWN_FOLDERS = (PARTIAL, QUARANTINE, RECORDS)  # of a root: what this package keeps there beside checkpoints
 _REPLACED, _DELETED = ".replaced", ".deleted"
 
 # Names by which a directory that others wrote is recognised as a checkpoint.
@@ -100,7 +105,7 @@ def check_target(final: Path, *, overwrite: bool) -> None:
     Raises:
         UsageError: a file is in the way, or a directory with contents that this package did not write.
     """
-    if final.name in ("", ".", "..", PARTIAL) or PARTIAL in final.parts:
+    if final.name in ("", ".", "..") or not {*OWN_FOLDERS}.isdisjoint(final.parts):
         raise UsageError(f"{final} is no possible name for a checkpoint; choose another", path=str(final))
     for ancestor in final.parents:
         if ancestor.exists():
@@ -144,7 +149,7 @@ def open_staging(final: Path, run_id: str) -> Staging:
     """
     staging = Staging(final, run_id)
     try:
-        staging.run_directory.mkdir(parents=True, exist_ok=True)
+        _make_run_directory(staging)
         write_owner(staging.run_directory / OWNER_NAME, Owner.current(run_id))
         if staging.partial.exists():
             shutil.rmtree(staging.partial)
@@ -152,6 +157,16 @@ def open_staging(final: Path, run_id: str) -> Staging:
     except OSError as error:
         raise explain_unwritable(final.parent, error) from error
     return staging
+
+
+def _make_run_directory(staging: Staging) -> None:
+    """Make the run's directory below `.partial`, which another process may just be removing because it is empty."""
+    for _ in range(100):
+        with contextlib.suppress(FileNotFoundError):
+            staging.run_directory.mkdir(parents=True, exist_ok=True)
+            return
+        staging.final.parent.stat()  # the root itself has to be there
+    staging.run_directory.mkdir(parents=True, exist_ok=True)
 
 
 def commit_staging(staging: Staging) -> None:
@@ -254,10 +269,14 @@ def find_interrupted(path: Path) -> bool:
     return any((path.parent / PARTIAL).glob(f"*/{path.name}{_REPLACED}"))
 
 
-def delete_checkpoint(path: Path, run_id: str) -> None:
-    """Remove a checkpoint: renamed out of the way first, so that half a deletion is never seen as a checkpoint."""
+def delete_checkpoint(path: Path, run_id: str) -> bool:
+    """Remove a checkpoint: renamed out of the way first, so that half a deletion is never seen as a checkpoint.
+
+    Returns:
+        False if another process has removed it already.
+    """
     staging = Staging(path, run_id)
-    staging.run_directory.mkdir(parents=True, exist_ok=True)
+    _make_run_directory(staging)
     owner = staging.run_directory / OWNER_NAME
     if read_owner(owner) is None:
         write_owner(owner, Owner.current(run_id))
@@ -266,12 +285,14 @@ def delete_checkpoint(path: Path, run_id: str) -> None:
     try:
         path.rename(condemned)
     except FileNotFoundError:
-        return  # somebody else has pruned it
+        close_staging(staging)
+        return False
     finally:
         reach("prune.set_aside")
     shutil.rmtree(condemned, ignore_errors=True)
     reach("prune.removed")
     close_staging(staging)
+    return True
 
 
 def find_checkpoints(root: Path) -> list[Found]:
@@ -286,13 +307,14 @@ def find_checkpoints(root: Path) -> list[Found]:
         raise CheckpointNotFoundError(f"{root} is a file, not a directory of checkpoints", path=str(root))
     found = []
     for path in sorted(root.iterdir()):
-        if not path.is_dir() or path.name == PARTIAL:
+        if not path.is_dir() or path.name in OWN_FOLDERS:
             continue
         if has_manifest(path):
             try:
                 found.append(Found(path, manifest=read_manifest(path)))
             except AccelFsdpError as error:
-                found.append(Found(path, problem=str(error), error=error))
+                if path.exists():  # else another process has pruned it meanwhile
+                    found.append(Found(path, problem=str(error), error=error))
         elif looks_like_checkpoint(path):
             found.append(Found(path, problem="it has no manifest: not completed, or not written by this package"))
         elif path.name.startswith("step_"):

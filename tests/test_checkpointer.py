@@ -13,11 +13,13 @@ import pytest
 from accel_fsdp_tools import errors
 from accel_fsdp_tools.errors import AccelFsdpError
 from accel_fsdp_tools.manifest import MANIFEST_PATH, read_manifest
+from accel_fsdp_tools.quarantine import QUARANTINE, list_set_aside
+from accel_fsdp_tools.records import RECORDS
 from tests.harness import RankError, collect, run_ranks, start_ranks
 from tests.manifests import make_checkpoint
 from tests.training import Setup, build, read_root, train, train_batch
 
-SETUP = Setup(num_items=48, accumulation=1, num_epochs=1, keep_last=None)
+SETUP = Setup(num_items=48, accumulation=1, num_epochs=1, keep_last=9)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,7 @@ def test_pruning_follows_the_lineage_and_spares_what_is_not_its_own(root: Path, 
         folder=tmp_path / "a",
     )
     assert sorted(path.name for path in root.iterdir()) == [
+        RECORDS,
         "best",
         "notes",
         "step_00000001",
@@ -113,14 +116,27 @@ def test_what_cannot_be_resumed_is_skipped_with_its_reason(root: Path, tmp_path:
         assert "skipped step_00000009" in text
 
 
-def test_a_damaged_newest_is_an_error_on_every_rank(root: Path, tmp_path: Path) -> None:
-    path = root / "step_00000008" / "pytorch_model_fsdp_0" / "__1_0.distcp"
+def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    for _, error in run_ranks(_resume, str(root), folder=tmp_path / "a"):
-        assert isinstance(error, errors.DamagedCheckpointError)
-        assert "__1_0.distcp" in str(error)
+
+
+def test_a_damaged_newest_is_set_aside_and_the_one_before_is_resumed(root: Path, tmp_path: Path) -> None:
+    _flip(root / "step_00000008" / "pytorch_model_fsdp_0" / "__1_0.distcp")
+    for position, _ in run_ranks(_resume, str(root), folder=tmp_path / "a"):
+        assert (position.step, position.report.exact) == (6, True)
+        (skipped,) = position.skipped
+        assert skipped.name == "step_00000008"
+        assert "__1_0.distcp is damaged" in skipped.reason
+        assert str(skipped) in position.report.notes
+        assert str(skipped) in str(position)
+    assert "skipped step_00000008" in (tmp_path / "a" / "log_1.txt").read_text(), "every rank says so"
+    assert not (root / "step_00000008").exists()
+    (aside,) = list_set_aside(root)
+    assert aside.path == root / QUARANTINE / "step_00000008"
+    assert "__1_0.distcp is damaged" in aside.reason
+    assert read_manifest(aside.path).step == 8, "kept as it was"
 
 
 def _foreign(root: Path) -> None:
@@ -199,7 +215,7 @@ def _spoil_after_the_commit(root: str) -> Any:
     phases.set_observer(spoil)
     with Checkpointer(objects.accelerator, root, keep_last=1) as checkpointer:
         checkpointer.resume()
-        checkpointer._step = 9
+        checkpointer._counter.step = 9
         try:
             checkpointer.save()
         except AccelFsdpError as error:

@@ -28,7 +28,8 @@ from accel_fsdp_tools.commit import (
 )
 from accel_fsdp_tools.errors import CheckpointNotFoundError, ManifestError, StorageError, UsageError
 from accel_fsdp_tools.manifest import DIRECTORY, MANIFEST_PATH, read_manifest, write_manifest
-from accel_fsdp_tools.retention import choose_deletions
+from accel_fsdp_tools.retention import KeepLast, choose_deletions
+from accel_fsdp_tools.survey import list_facts
 from tests.manifests import make_checkpoint, make_manifest
 
 
@@ -227,11 +228,9 @@ def test_retention_follows_the_lineage(tmp_path: Path) -> None:
     for step, attempt in ((500, 1), (700, 1), (900, 1), (600, 2)):
         path = make_checkpoint(tmp_path / f"step_{step:08d}", step=step, attempt=attempt)
         os.utime(path, (step % 7, step % 7))  # time stamps say nothing
-    found = find_checkpoints(tmp_path)
-    assert [each.path.name for each in choose_deletions(found, keep_last=2)] == ["step_00000500", "step_00000700"]
-    assert choose_deletions(found, keep_last=None) == []
-    assert choose_deletions(found, keep_last=9) == []
-    assert len(choose_deletions(found, keep_last=1)) == 3
-    with pytest.raises(UsageError):
-        choose_deletions(found, keep_last=0)
+    found = list_facts(tmp_path, trust="all")
+    assert [each.name for each in choose_deletions(found, KeepLast(2))] == ["step_00000500", "step_00000700"]
+    assert choose_deletions(found, None) == []
+    assert choose_deletions(found, KeepLast(9)) == []
+    assert len(choose_deletions(found, KeepLast(1))) == 3
     shutil.rmtree(tmp_path / "step_00000900")
