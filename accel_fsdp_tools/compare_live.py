@@ -8,23 +8,79 @@ faster than comparing floats. Not collective.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .extents import DTYPE_SIZES, Box, DiskTensor, Part, Run, Shape
 from .findings import Finding, Severity
-from .formats.reading import FileCache, read_part
+from .formats.reading import FileCache, read_into
 
 if TYPE_CHECKING:
     import torch
 
     from .shards import LocalShard
 
-_BLOCK_BYTES = 8 << 20  # the largest piece that is read and compared at once
+_BLOCK_BYTES = 1 << 20  # read and compared at once, while it is in the processor's cache
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a floating-point number in memory may be from the saved one: `atol + rtol * abs(saved)`."""
+
+    atol: float = 0.0
+    rtol: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        return self.atol == 0 and self.rtol == 0
+
+
+EXACT = Tolerance()
+
+
+class Reader:
+    """Open files and one buffer for all tensors: fresh memory for every block would cost more than the comparison."""
+
+    def __init__(self, files: FileCache) -> None:
+        self.files = files
+        self._buffer = bytearray(_BLOCK_BYTES)
+
+    def read(self, disk: DiskTensor, part: Part) -> torch.Tensor:
+        """Return a part of a tensor as one dimension, in memory that the next call uses again."""
+        import torch
+
+        size_bytes = part.numel * DTYPE_SIZES[disk.dtype]
+        if size_bytes > len(self._buffer):  # one row of a tensor of long rows
+            self._buffer = bytearray(size_bytes)
+        view = memoryview(self._buffer)[:size_bytes]
+        read_into(disk, part, view, files=self.files)
+        return torch.frombuffer(view, dtype=getattr(torch, disk.dtype))
+
+
+@dataclass
+class _Tally:
+    """What the comparison of one tensor has found so far."""
+
+    num_different: int = 0
+    num_near: int = 0  # different, and within the tolerance
+    first: tuple[Shape, Any, Any] | None = None
+    deviation: float = 0.0  # the largest within the tolerance, and where it is
+    index: Shape = ()
+    is_finite: bool = True
+    is_zero: bool = True
 
 
 def compare_shard(
-    name: str, shard: LocalShard, disk: DiskTensor, *, files: FileCache, only_ends: bool = False
+    name: str,
+    shard: LocalShard,
+    disk: DiskTensor,
+    *,
+    reader: Reader,
+    only_ends: bool = False,
+    tolerance: Tolerance = EXACT,
+    odd: set[str] | None = None,
 ) -> list[Finding]:
     """Return what differs between this rank's share of a tensor and the checkpoint: shape, dtype, values.
 
@@ -33,8 +89,11 @@ def compare_shard(
 
     Args:
         only_ends: compare the first and the last elements of each part only.
+        tolerance: values this near to the saved ones count as equal, and NaN equals NaN; a hint says how far the
+            farthest is. Whole numbers are always compared exactly.
+        odd: `name` is added if the share in memory holds NaN or infinity, or nothing but zeros.
 
-    Memory: two blocks of 8 MiB.
+    Memory: two blocks of 1 MiB, or of one row; with a tolerance about ten for a block that differs.
     """
     if tuple(disk.shape) != tuple(shard.shape):
         message = f"{name} has shape {list(shard.shape)} in memory and {list(disk.shape)} in the checkpoint"
@@ -45,20 +104,28 @@ def compare_shard(
         message = f"{name} is {shard.dtype} in memory and {disk.dtype} in the checkpoint: the load has cast it"
         facts = {"expected": disk.dtype, "actual": shard.dtype}
         findings.append(Finding("dtype", Severity.HINT, message, fqn=name, facts=facts))
-    num_different, first = 0, None
+    tally = _Tally()
     for part, tensor in shard.iterate_pieces():
         for block, view in _iterate_blocks(part, tensor, DTYPE_SIZES[disk.dtype], only_ends=only_ends):
-            different, place = _compare_block(block, view, disk, files)
-            num_different += different
-            if first is None and place is not None:
-                first = place
-    if first is not None:
-        index, expected, actual = first
+            _compare_block(block, view, disk, reader, tolerance, tally)
+            if odd is not None:
+                _look_at_values(view, tally)
+    if odd is not None and not (tally.is_finite and not tally.is_zero):
+        odd.add(name)
+    if tally.num_near:
         message = (
-            f"{name}: {num_different} element(s) in memory differ from the checkpoint, first at {list(index)}: "
+            f"{name}: {tally.num_near} element(s) differ from the checkpoint within the tolerance, by at most "
+            f"{tally.deviation:g} at {list(tally.index)}"
+        )
+        facts = {"deviation": tally.deviation, "num_near": tally.num_near, "index": list(tally.index)}
+        findings.append(Finding("deviation", Severity.HINT, message, fqn=name, facts=facts))
+    if tally.first is not None:
+        index, expected, actual = tally.first
+        message = (
+            f"{name}: {tally.num_different} element(s) in memory differ from the checkpoint, first at {list(index)}: "
             f"{expected!r} is saved, {actual!r} is in memory"
         )
-        facts = {"num_different": num_different, "index": list(index), "expected": expected, "actual": actual}
+        facts = {"num_different": tally.num_different, "index": list(index), "expected": expected, "actual": actual}
         findings.append(Finding("value", Severity.FAILURE, message, fqn=name, facts=facts))
     return findings
 
@@ -95,25 +162,70 @@ def _iterate_blocks(
 
 
 def _compare_block(
-    part: Part, view: torch.Tensor, disk: DiskTensor, files: FileCache
-) -> tuple[int, tuple[Shape, Any, Any] | None]:
-    """Return how many elements differ, and the first with its index in the whole tensor and both values."""
+    part: Part, view: torch.Tensor, disk: DiskTensor, reader: Reader, tolerance: Tolerance, tally: _Tally
+) -> None:
+    """Add to `tally` how many elements differ, and the first with its index in the whole tensor and both values."""
     import torch
 
     sizes = (part.length,) if isinstance(part, Run) else part.sizes
-    saved = torch.frombuffer(read_part(disk, part, files=files), dtype=getattr(torch, disk.dtype)).reshape(sizes)
+    saved = reader.read(disk, part).reshape(sizes)
     if saved.dtype != view.dtype:
         saved = saved.to(view.dtype)
     live = view.detach().reshape(sizes)
     saved = saved.to(live.device)
     a, b = _as_words(saved), _as_words(live)
     if torch.equal(a, b):
-        return 0, None
+        return
     different = (a != b).reshape(-1) if a.numel() == saved.numel() else (a != b).reshape(saved.numel(), -1).any(1)
+    if not tolerance.is_exact and (saved.is_floating_point() or saved.is_complex()):
+        different = _look_closer(part, saved.reshape(-1), live.reshape(-1), different, disk.shape, tolerance, tally)
+        if not different.any():
+            return
     position = int(different.nonzero()[0])
-    index = _get_index(part, position, disk.shape)
-    values = saved.reshape(-1)[position].item(), live.reshape(-1)[position].item()
-    return int(different.sum()), (index, *values)
+    if tally.first is None:
+        values = saved.reshape(-1)[position].item(), live.reshape(-1)[position].item()
+        tally.first = (_get_index(part, position, disk.shape), *values)
+    tally.num_different += int(different.sum())
+
+
+def _look_at_values(view: torch.Tensor, tally: _Tally) -> None:
+    """Note whether a block has NaN or infinity, and whether all that was seen so far is zero."""
+    if not view.numel() or not (tally.is_finite or tally.is_zero):
+        return
+    if not view.is_floating_point() or view.element_size() == 1:
+        tally.is_zero = False  # of whole numbers and eight-bit floats nothing is odd
+        return
+    low, high = (each.item() for each in view.detach().aminmax())  # NaN if there is any
+    tally.is_finite = tally.is_finite and math.isfinite(low) and math.isfinite(high)
+    tally.is_zero = tally.is_zero and low == 0 and high == 0
+
+
+def _look_closer(
+    part: Part,
+    saved: torch.Tensor,
+    live: torch.Tensor,
+    different: torch.Tensor,
+    shape: Shape,
+    tolerance: Tolerance,
+    tally: _Tally,
+) -> torch.Tensor:
+    """Return which of the elements that differ in a bit differ by more than the tolerance."""
+    import torch
+
+    wide = torch.complex128 if saved.is_complex() else torch.float64
+    a, b = saved.to(wide), live.to(wide)
+    deviations = (a - b).abs()
+    is_same = (a == b) | (a.isnan() & b.isnan())  # zero and minus zero, NaNs of other bits, infinities
+    is_near = is_same | (deviations <= tolerance.atol + tolerance.rtol * a.abs())
+    is_near &= is_same | (a.isfinite() & b.isfinite())  # rtol times infinity would admit everything
+    near = different & is_near
+    if near.any():
+        deviations = torch.where(near & ~is_same, deviations, 0.0)
+        position = int(deviations.argmax()) if deviations.any() else int(near.nonzero()[0])
+        if not tally.num_near or float(deviations[position]) > tally.deviation:
+            tally.deviation, tally.index = float(deviations[position]), _get_index(part, position, shape)
+        tally.num_near += int(near.sum())
+    return different & ~near
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:

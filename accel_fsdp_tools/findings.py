@@ -52,7 +52,8 @@ class VerifyReport:
     """The result of a verification: what was compared, with which strength, and everything that was found.
 
     `counts` tells how much was really looked at (files, bytes, tensors, ...), so that an empty list of findings
-    cannot be mistaken for an empty check. `omitted` counts findings beyond the first ones that are listed.
+    cannot be mistaken for an empty check. `omitted` counts failures beyond the first ones that are listed.
+    `statistics`, where they were taken, are a row of numbers per tensor; `str()` shows them as a table in mode "stats".
     """
 
     path: str
@@ -61,6 +62,7 @@ class VerifyReport:
     counts: Mapping[str, int]
     seconds: float = 0.0
     omitted: int = 0
+    statistics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def failures(self) -> tuple[Finding, ...]:
@@ -81,6 +83,8 @@ class VerifyReport:
                     lines.append(f"  {severity.value:<8}{finding.code:<12} {finding.message}{where}")
         if self.omitted:
             lines.append(f"  ... and {self.omitted} more")
+        if self.mode == "stats":
+            lines += _format_table(self.statistics)
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,4 +96,28 @@ class VerifyReport:
             "seconds": self.seconds,
             "omitted": self.omitted,
             "findings": [finding.to_dict() for finding in self.findings],
+            **({"statistics": {name: dict(row) for name, row in self.statistics.items()}} if self.statistics else {}),
         }
+
+
+_MAX_ROWS = 200
+PLAIN_VERDICTS = ("as saved", "not recorded")
+_COLUMNS = ("count", "mean", "std", "norm", "abs_max", "zeros", "nan", "inf")
+
+
+def _format_table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a table of statistics, a line per tensor: those that differ first, then in their own order."""
+    if not rows:
+        return []
+    order = sorted(rows, key=lambda name: rows[name]["verdict"] in PLAIN_VERDICTS)
+    shown = order[:_MAX_ROWS]
+    width = max(len("tensor"), *map(len, shown))
+    lines = [f"  {'tensor':<{width}}" + "".join(f"{column:>12}" for column in _COLUMNS) + "  verdict"]
+    for name in shown:
+        row = rows[name]
+        cells = (f"{value:.4g}" if isinstance(value := row[column], float) else str(value) for column in _COLUMNS)
+        unchanged = "" if row.get("changed", True) else ", did not change in the load"
+        lines.append(f"  {name:<{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {row['verdict']}{unchanged}")
+    if len(order) > len(shown):
+        lines.append(f"  ... and {len(order) - len(shown)} more tensors in report.statistics")
+    return lines

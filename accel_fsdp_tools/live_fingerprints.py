@@ -1,4 +1,4 @@
-"""Fingerprints of what is in memory now, over all ranks: one per tensor, whatever the sharding.
+"""Fingerprints and statistics of what is in memory now, over all ranks: per tensor, whatever the sharding.
 
 Each rank sums over what it holds (`shards`, `optimizer_shards`); `rank_sums` adds up and compares copies.
 """
@@ -6,18 +6,24 @@ Each rank sums over what it holds (`shards`, `optimizer_shards`); `rank_sums` ad
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import RankMismatchError, ReplicaDivergenceError, UnsupportedError
 from .extents import DTYPE_SIZES, count_elements
-from .fingerprint import Fingerprint, combine, fingerprint_tensor, fingerprint_value
+from .fingerprint import Fingerprint, fingerprint_tensor, fingerprint_value
 from .live import get_raw_optimizer
-from .optimizer_shards import describe_parameter_groups, iterate_optimizer_parameters, iterate_optimizer_shards
-from .rank_sums import Entry, Indices, Key, add_up, list_indices
+from .optimizer_shards import (
+    ParameterGroup,
+    describe_parameter_groups,
+    iterate_optimizer_parameters,
+    iterate_optimizer_shards,
+)
+from .rank_sums import Entry, Indices, Key, add_up, add_up_statistics, list_indices
 from .ranks import gather_all, run_together
 from .shards import WHOLE, Layout, LocalShard, iterate_local_shards
+from .statistics import TensorStatistics, can_measure, measure_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +40,21 @@ class Divergence:
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """What to sum up, and of which names (the same on every rank)."""
+
+    fingerprints: bool = True
+    statistics: bool = False
+    is_chosen: Callable[[str], bool] = lambda name: True
+
+
+@dataclass(frozen=True)
 class Measured:
-    """The fingerprints by name; a tensor among `divergences` has none."""
+    """The fingerprints and statistics that were wanted, by name; a tensor among `divergences` has none."""
 
     fingerprints: Mapping[str, Fingerprint]
     divergences: tuple[Divergence, ...] = ()
+    statistics: Mapping[str, TensorStatistics] = field(default_factory=dict)
 
     def require_equal_copies(self) -> Mapping[str, Fingerprint]:
         """Return the fingerprints.
@@ -94,14 +110,26 @@ def fingerprint_model(model: torch.nn.Module) -> Mapping[str, Fingerprint]:
     return measure_model(model).require_equal_copies()
 
 
-def measure_model(model: torch.nn.Module) -> Measured:
-    """Return what `fingerprint_model` does, with a list of differing copies instead of an error. Collective."""
+def measure_model(model: torch.nn.Module, wanted: Wanted = Wanted()) -> Measured:
+    """Return what `fingerprint_model` does, with a list of differing copies instead of an error.
+
+    Statistics cost on the CPU about as much again as fingerprints, on an accelerator little. Collective.
+    """
+
+    return measure_model_shards(lambda: iterate_local_shards(model), wanted)
+
+
+def measure_model_shards(shards: Callable[[], Iterable[LocalShard]], wanted: Wanted = Wanted()) -> Measured:
+    """Return what `measure_model` does for the shards of this rank that `shards` yields, or copies of them. Collective.
+
+    What `shards` raises is raised on every rank.
+    """
 
     def sum_locally() -> _Local:
-        shards = list(iterate_local_shards(model))
-        return _Local({shard.fqn: shard.aliases for shard in shards}, map(_make_entry, shards))
+        chosen = [shard for shard in shards() if wanted.is_chosen(shard.fqn)]
+        return _Local({shard.fqn: shard.aliases for shard in chosen}, (_make_entry(shard, wanted) for shard in chosen))
 
-    return _measure("fingerprinting the model", sum_locally, lambda key: key[0])
+    return _measure("fingerprinting the model", sum_locally, lambda key: key[0], wanted)
 
 
 def fingerprint_optimizer(model: torch.nn.Module, optimizer: Any) -> Mapping[str, Fingerprint]:
@@ -119,15 +147,42 @@ def fingerprint_optimizer(model: torch.nn.Module, optimizer: Any) -> Mapping[str
     return measure_optimizer(model, optimizer).require_equal_copies()
 
 
-def measure_optimizer(model: torch.nn.Module, optimizer: Any) -> Measured:
+def measure_optimizer(model: torch.nn.Module, optimizer: Any, wanted: Wanted = Wanted()) -> Measured:
     """Return what `fingerprint_optimizer` does, with a list of differences instead of an error. Collective."""
     raw = get_raw_optimizer(optimizer)
+    return measure_optimizer_shards(lambda: OptimizerShards.read(model, raw), wanted)
+
+
+@dataclass(frozen=True)
+class OptimizerShards:
+    """What this rank holds of an optimizer: its parameters, their states, and the parameter groups."""
+
+    parameters: Iterable[LocalShard]
+    states: Iterable[LocalShard]
+    groups: Iterable[ParameterGroup]
+
+    @classmethod
+    def read(cls, model: torch.nn.Module, raw: torch.optim.Optimizer) -> OptimizerShards:
+        """Look at a live optimizer; states are looked at one by one, as they are iterated."""
+        return cls(
+            tuple(iterate_optimizer_parameters(model, raw)),
+            iterate_optimizer_shards(model, raw),
+            describe_parameter_groups(model, raw),
+        )
+
+
+def measure_optimizer_shards(read: Callable[[], OptimizerShards], wanted: Wanted = Wanted()) -> Measured:
+    """Return what `measure_optimizer` does for what `read` returns, or copies of it. Collective.
+
+    What `read` raises is raised on every rank.
+    """
 
     def sum_locally() -> _Local:
-        shards = iterate_optimizer_parameters(model, raw)
-        return _Local({shard.fqn: shard.aliases for shard in shards}, _iterate_optimizer_entries(model, raw))
+        held = read()
+        entries = _iterate_optimizer_entries(held, wanted)
+        return _Local({shard.fqn: shard.aliases for shard in held.parameters}, entries)
 
-    return _measure("fingerprinting the optimizer", sum_locally, _name_optimizer_key)
+    return _measure("fingerprinting the optimizer", sum_locally, _name_optimizer_key, wanted)
 
 
 def _name_optimizer_key(key: Key) -> str:
@@ -138,16 +193,28 @@ def _name_optimizer_key(key: Key) -> str:
 _GROUPS = "\0param_groups."  # no parameter is named like this
 
 
-def _make_entry(shard: LocalShard) -> Entry:
+def _make_entry(shard: LocalShard, wanted: Wanted) -> Entry:
     key = (shard.fqn, shard.state or "")
     if shard.kind == "value":
         return _make_value_entry(key, shard.value)
+    has_statistics = wanted.statistics and can_measure(shard.dtype)
+    size = DTYPE_SIZES.get(shard.dtype, 0)
+    fingerprint, statistics = Fingerprint(), TensorStatistics()
+    for part, tensor in shard.iterate_pieces():
+        if wanted.fingerprints:
+            fingerprint += fingerprint_tensor(tensor, part, shard.shape)
+        else:
+            fingerprint += Fingerprint(num_bytes=part.numel * size)
+        if has_statistics:
+            # Not block by block with the fingerprint: each has tables that would push the other's out of the cache.
+            statistics += measure_tensor(tensor)
     return Entry(
         key,
-        combine(fingerprint_tensor(tensor, part, shard.shape) for part, tensor in shard.iterate_pieces()),
+        fingerprint,
         shard.layout,
-        count_elements(shard.shape) * DTYPE_SIZES.get(shard.dtype, 0),
+        count_elements(shard.shape) * size,
         f"{shard.dtype} {shard.shape}",
+        statistics if has_statistics else None,
     )
 
 
@@ -159,9 +226,14 @@ def _make_value_entry(key: Key, value: Any) -> Entry:
     return Entry(key, fingerprint, WHOLE, fingerprint.num_bytes, "value")
 
 
-def _iterate_optimizer_entries(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Entry]:
-    yield from map(_make_entry, iterate_optimizer_shards(model, optimizer))
-    for number, group in enumerate(describe_parameter_groups(model, optimizer)):
+def _iterate_optimizer_entries(held: OptimizerShards, wanted: Wanted) -> Iterator[Entry]:
+    for shard in held.states:
+        is_summed = shard.kind != "value" or wanted.fingerprints
+        if is_summed and wanted.is_chosen(_name_optimizer_key((shard.fqn, shard.state or ""))):
+            yield _make_entry(shard, wanted)
+    if not wanted.fingerprints:
+        return  # what is no tensor has no statistics
+    for number, group in enumerate(held.groups):
         # In which order FSDP1 flattens parameters is of no consequence.
         for option, value in {"params": sorted(group.names), **group.options}.items():
             yield _make_value_entry((f"{_GROUPS}{number}", option), value)
@@ -185,7 +257,7 @@ class _Summary:
     indices: Indices
 
 
-def _measure(what: str, sum_locally: Callable[[], _Local], get_name: Callable[[Key], str]) -> Measured:
+def _measure(what: str, sum_locally: Callable[[], _Local], get_name: Callable[[Key], str], wanted: Wanted) -> Measured:
     names: dict[str, tuple[str, ...]] = {}
     entries: dict[Key, Entry] = {}
 
@@ -219,7 +291,18 @@ def _measure(what: str, sum_locally: Callable[[], _Local], get_name: Callable[[K
         fingerprint = row.get_fingerprint(what, get_name(key))
         for name in (key[0], *names.get(key[0], ())):
             fingerprints[get_name((name, key[1]))] = fingerprint
-    return Measured(fingerprints, _find_divergences(different, entries, indices, get_name))
+    statistics: dict[str, TensorStatistics] = {}
+    if wanted.statistics:
+        unequal = set(different)
+        for key, numbers in zip(keys, add_up_statistics(keys, entries, indices), strict=True):
+            if numbers is not None and key not in unequal:
+                for name in (key[0], *names.get(key[0], ())):
+                    statistics[get_name((name, key[1]))] = numbers
+    return Measured(
+        fingerprints if wanted.fingerprints else {},
+        _find_divergences(different, entries, indices, get_name),
+        statistics,
+    )
 
 
 def _check_same_names(what: str, summaries: Sequence[_Summary]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import contract, layout
+from . import background, contract, layout
 from .commit import PARTIAL, find_checkpoints, find_interrupted, looks_like_checkpoint, recover
 from .delegate import load_with_accelerate
 from .errors import (
@@ -23,18 +23,22 @@ from .live import describe_topology, is_fsdp
 from .load_notes import LoadNotes, build_report
 from .manifest import DIRECTORY, Manifest, has_manifest, read_manifest
 from .optimizer_io import load_optimizer
+from .prepared import get_prepared
 from .progress import track as track_loaders
 from .rank_restore import read_rank_part, restore_objects, restore_rank_part
 from .ranks import gather_all, get_rank, get_world_size, run_on_each, run_on_main, run_together, wait_for_ranks
 from .report import LoadReport
+from .statistics import TensorStatistics
 from .steps import follow_steps
-from .verify_live import require_verified, verify_model
+from .verify_live import compare_with_checkpoint, require_verified, take_statistics
+from .verify_states import verify_states
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-VERIFY_MODES = ("auto", "full", "fingerprint", "sample", "files", "size", "off")
-_AFTER_LOAD = ("auto", "full", "fingerprint", "sample")  # compare memory too; all of these check the files' sums before
+VERIFY_MODES = ("auto", "full", "fingerprint", "sample", "stats", "files", "size", "off")
+# These compare memory with the checkpoint afterwards; all of them have checked the files' sums before.
+_AFTER_LOAD = ("auto", "full", "fingerprint", "sample", "stats")
 
 
 def load_state(
@@ -60,8 +64,9 @@ def load_state(
         accelerator: with the same objects prepared, in the same order, as at the save; no update made yet.
         input_dir: the checkpoint's directory, the same on every rank.
         verify: before the load, all but "size" (sizes and presence only) and "off" check every file's checksum.
-            After it, "auto", "full", "fingerprint" and "sample" compare what is in memory, as `verify_model` does;
-            "files", "size" and "off" don't.
+            After it, "auto", "full", "fingerprint", "sample" and "stats" compare models and optimizers in memory, as
+            `verify_model` does ("stats" also tells what did not change in the load), and then scheduler, grad scaler,
+            random generators and data progress; "files", "size" and "off" don't.
         strict: raise where a piece is missing or cannot be restored exactly because the run differs; False goes on
             with what can be restored and says in the report what is not exact.
         allow_after_step: go back to a checkpoint although updates have been made.
@@ -77,6 +82,31 @@ def load_state(
         CallOrderError: before `prepare`, or after an update.
         RngStateError, DataProgressError: a rank's generators or a loader's place are missing or unreadable.
     """
+    return load_checkpoint(
+        accelerator,
+        input_dir,
+        LoadNotes(),
+        verify=verify,
+        strict=strict,
+        allow_after_step=allow_after_step,
+        allow_objects=allow_objects,
+        timeout_s=timeout_s,
+    )
+
+
+def load_checkpoint(
+    accelerator: Accelerator,
+    input_dir: str | Path,
+    findings: LoadNotes,
+    *,
+    verify: str = "auto",
+    strict: bool = True,
+    allow_after_step: bool = False,
+    allow_objects: Sequence[str] = (),
+    timeout_s: float | None = None,
+) -> LoadReport:
+    """Do what `load_state` promises; `findings`, given empty, tell the caller of a load that fails how far it came."""
+    background.wait_alone()  # what is being written may be this very checkpoint
     wait_for_ranks("load_state", timeout_s=timeout_s)
     directory = Path(input_dir).expanduser().absolute()
     run_on_main("recovering", lambda: _recover(directory))
@@ -84,7 +114,6 @@ def load_state(
     manifest = run_on_each("reading the manifest", lambda: _read_manifest(directory))
     _check_same_view(directory, manifest)
     kind = run_on_each("looking at the files", lambda: layout.detect_state_dict_type(directory))
-    findings = LoadNotes()
     run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, strict, findings))
     run_together("checking the files", lambda: _check_files(directory, manifest, verify, strict, findings))
     run_together(
@@ -92,12 +121,16 @@ def load_state(
         lambda: scan_checkpoint(directory, allow_objects=allow_objects, share=(get_rank(), get_world_size())),
     )
     part = read_rank_part(accelerator, directory, manifest, strict=strict, notes=findings)
+    findings.has_begun = True
+    before = take_statistics(get_prepared(accelerator)) if verify == "stats" else None
     _load_with_accelerate(accelerator, directory, manifest, kind, findings)
     if verify in _AFTER_LOAD:
-        _verify_memory(accelerator, directory, verify, findings)
+        _verify_memory(accelerator, directory, verify, before, findings)
     if manifest is not None:
         restore_objects(accelerator, directory, manifest, findings)
-    restore_rank_part(accelerator, manifest, part, strict=strict, notes=findings)
+    outcomes = restore_rank_part(accelerator, manifest, part, strict=strict, notes=findings)
+    if verify in _AFTER_LOAD:
+        require_verified(verify_states(accelerator, directory, manifest, part, outcomes, findings))
     return build_report(accelerator, directory, manifest, findings)
 
 
@@ -294,12 +327,21 @@ def _load_with_accelerate(
         accelerator.project_configuration.iteration = int(manifest.accelerate.get("save_iteration", 0))
 
 
-def _verify_memory(accelerator: Accelerator, directory: Path, verify: str, findings: LoadNotes) -> None:
+def _verify_memory(
+    accelerator: Accelerator,
+    directory: Path,
+    verify: str,
+    before: Mapping[str, TensorStatistics] | None,
+    findings: LoadNotes,
+) -> None:
     """Compare what was loaded with what was saved; raise on every rank if it differs."""
-    report = verify_model(accelerator, directory, mode=verify)
+    report = compare_with_checkpoint(
+        get_prepared(accelerator), directory, mode=verify, checks_sums=False, before=before
+    )
     require_verified(report)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
     findings.notes.append(f"memory was compared with the checkpoint ({report.mode}: {counts})")
+    findings.notes.extend(f"{each.severity.value}: {each.message}" for each in report.findings)
 
 
 def _note_stateless(

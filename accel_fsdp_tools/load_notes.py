@@ -21,6 +21,7 @@ class LoadNotes:
     reasons: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in STATES})
     absent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    has_begun: bool = False  # from here on the objects in memory are changed
 
 
 def build_report(

@@ -1,7 +1,8 @@
 """The manifest: what a checkpoint holds and how it came about. Written last; no manifest, no checkpoint.
 
 Plain JSON, versioned. A newer reader accepts every older version; a manifest of a newer version is refused, since
-what it adds may matter. Unknown keys of the same version are kept out of the way, not an error.
+what it adds may matter. Unknown keys of the same version are kept out of the way, not an error. The manifest vouches
+for all other files by their checksums, and for itself by a digest of what it says.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from .errors import ManifestError, ManifestVersionError
 from .files import CHECKSUM_ALGORITHM, FileFacts, resolve_inside, write_json_durably
 
 FORMAT = "accel_fsdp_tools.manifest"
-VERSION = 1
+VERSION = 2
+_FIRST_WITH_DIGEST = 2  # from this version on a manifest without one is damaged: a flip in the key would remove it
 DIRECTORY = "accel_fsdp_tools"  # inside a checkpoint: everything that is ours
 MANIFEST_PATH = f"{DIRECTORY}/manifest.json"
 
@@ -34,17 +38,24 @@ class TensorFacts:
     requires_grad: bool
     kind: str  # "parameter" or "buffer"
     fingerprint: str | None = None  # of the values in memory when it was saved; None where copies differed
+    statistics: Mapping[str, Any] | None = None  # of the same values: count, sum, NaN, ... (statistics.py)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One prepared model. `ties` lists groups of names that are one tensor; `config` is transformers' own."""
+    """One prepared model.
+
+    `ties` lists groups of names that are one tensor; `config` is transformers' own. `architecture` is what an export
+    needs to know, for `architecture.ArchitectureFacts.from_dict`: looked at by exports only, so that nothing in it can
+    be in the way of a resume.
+    """
 
     class_name: str
     tensors: tuple[TensorFacts, ...]
     ties: tuple[tuple[str, ...], ...] = ()
     config: Mapping[str, Any] | None = None
     is_peft: bool = False
+    architecture: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,7 @@ class OptimizerFacts:
     stateless: tuple[str, ...] = ()  # trainable parameters that had no state yet (never got a gradient)
     is_empty: bool = False  # no state at all: no update had been made
     fingerprints: Mapping[str, str] = field(default_factory=dict)  # of states and options, by name
+    statistics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of states, by name
 
 
 @dataclass(frozen=True)
@@ -123,9 +135,19 @@ class Manifest:
         return {"format": FORMAT, "version": VERSION, "checksum": CHECKSUM_ALGORITHM, **body}
 
 
+def compute_digest(raw: Mapping[str, Any]) -> str:
+    """Return the xxh3_128 of what a manifest says, as canonical JSON without its own `digest`.
+
+    Independent of white space and the order of keys, so that a manifest may be reformatted.
+    """
+    body = {key: value for key, value in raw.items() if key != "digest"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest into `directory` durably."""
-    write_json_durably(directory / MANIFEST_PATH, manifest.to_dict())
+    raw = manifest.to_dict()
+    write_json_durably(directory / MANIFEST_PATH, {**raw, "digest": compute_digest(raw)})
 
 
 def has_manifest(directory: Path) -> bool:
@@ -137,7 +159,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of the checkpoint at `directory`.
 
     Raises:
-        ManifestError: it is missing, is not JSON, or lacks or mistypes something.
+        ManifestError: it is missing, is not JSON, does not match its digest, or lacks or mistypes something.
         ManifestVersionError: a newer version of this package wrote it.
     """
     path = directory / MANIFEST_PATH
@@ -146,7 +168,7 @@ def read_manifest(directory: Path) -> Manifest:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ManifestError(f"{path} does not exist: this is no completed checkpoint.", path=str(path)) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"{path} cannot be read: {error}. {advice}", path=str(path)) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ManifestError(f"{path} is not a manifest of this package. {advice}", path=str(path))
@@ -160,6 +182,7 @@ def read_manifest(directory: Path) -> Manifest:
             expected=VERSION,
             actual=version,
         )
+    _check_digest(path, raw, version, advice)
     try:
         manifest = _build_manifest(raw)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -169,6 +192,20 @@ def read_manifest(directory: Path) -> Manifest:
     for file in manifest.files:
         resolve_inside(directory, file.path)
     return manifest
+
+
+def _check_digest(path: Path, raw: Mapping[str, Any], version: int, advice: str) -> None:
+    if "digest" not in raw and version < _FIRST_WITH_DIGEST:
+        return
+    expected, actual = raw.get("digest"), compute_digest(raw)
+    if expected != actual:
+        raise ManifestError(
+            f"{path} is damaged: the {CHECKSUM_ALGORITHM} of what it says is {actual}, its digest is {expected!r}. "
+            f"{advice}",
+            path=str(path),
+            expected=expected,
+            actual=actual,
+        )
 
 
 def _pick(cls: type[Any], raw: Mapping[str, Any], **converted: Any) -> Any:

@@ -14,10 +14,11 @@ from . import contract
 from .errors import DataProgressError, RngStateError
 from .load_notes import LoadNotes
 from .manifest import DIRECTORY, Manifest
+from .progress import LoaderOutcome
 from .progress import track as track_loaders
 from .rank_objects import read_rank_objects
 from .rank_state import RankState, read_rank_state
-from .ranks import broadcast, gather_all, get_rank, get_world_size, run_together
+from .ranks import broadcast, gather_all, get_rank, get_world_size, run_on_each, run_together
 from .rng import RngSnapshot, derive
 
 if TYPE_CHECKING:
@@ -104,30 +105,39 @@ def _read(
 
 def restore_rank_part(
     accelerator: Accelerator, manifest: Manifest | None, part: RankPart, *, strict: bool, notes: LoadNotes
-) -> None:
-    """Put this rank's loaders and generators back, the generators last. Collective."""
-    run_together("restoring RNG and data progress", lambda: _restore(accelerator, manifest, part, strict, notes))
+) -> tuple[LoaderOutcome, ...]:
+    """Put this rank's loaders and generators back, the generators last. Collective.
+
+    Returns:
+        What became of each loader of this rank.
+    """
+    outcomes = run_on_each(
+        "restoring RNG and data progress", lambda: _restore(accelerator, manifest, part, strict, notes)
+    )
     if manifest is not None:
-        outcomes = gather_all("data" in notes.absent)
-        if any(outcomes) and not all(outcomes):
+        absent = gather_all("data" in notes.absent)
+        if any(absent) and not all(absent):
             notes.absent.setdefault("data", "another rank's data progress is absent")
+    return outcomes
 
 
 def _restore(
     accelerator: Accelerator, manifest: Manifest | None, part: RankPart, strict: bool, notes: LoadNotes
-) -> None:
+) -> tuple[LoaderOutcome, ...]:
     rank = get_rank()
+    outcomes: tuple[LoaderOutcome, ...] = ()
     if part.state is None:
         if manifest is None or rank < manifest.topology.world_size:
-            return
+            return outcomes
         if part.base_rng is None:
             notes.absent["rng"] = "rank 0's generators, from which a new rank's are derived, could not be read"
-            return
+            return outcomes
         derive(part.base_rng, rank).restore()
         notes.reasons["rng"].append(f"rank {rank} did not exist at the save: derived from rank 0's generators")
-        return
+        return outcomes
     if part.restores_data:
-        for outcome in track_loaders(accelerator).restore(part.state.loaders, strict=strict):
+        outcomes = tuple(track_loaders(accelerator).restore(part.state.loaders, strict=strict))
+        for outcome in outcomes:
             if outcome.status == "absent":
                 notes.absent["data"] = f"dataloader {outcome.index}: {outcome.reason}"
             elif outcome.status == "approximate":
@@ -135,6 +145,7 @@ def _restore(
     unused = part.state.rng.restore()
     if unused:
         notes.notes.append(f"saved generators of {', '.join(unused)} are not used: there is no such device here")
+    return outcomes
 
 
 def restore_objects(accelerator: Accelerator, directory: Path, manifest: Manifest, notes: LoadNotes) -> None:

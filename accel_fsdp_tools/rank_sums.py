@@ -12,6 +12,7 @@ number of ranks, and rank 0 does nothing special. Copies come in two kinds:
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from .errors import RankMismatchError, UnsupportedError
 from .fingerprint import Fingerprint
 from .ranks import get_control_group, get_rank, get_world_size
 from .shards import OUTSIDE, WHOLE, Layout
+from .statistics import TensorStatistics
 from .weighted_sums import MASK, get_multipliers
 
 Key = tuple[str, str]  # the tensor's name, and the state's ("" for the model's own)
@@ -38,6 +40,7 @@ class Entry:
     layout: Layout
     num_bytes: int
     kind: str  # dtype and shape
+    statistics: TensorStatistics | None = None
 
 
 def list_indices(entries: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
@@ -125,6 +128,46 @@ def add_up(keys: Sequence[Key], entries: Mapping[Key, Entry], indices: Sequence[
     return [_read_row(added, both[0], ~both[1]) for added, both in zip(sums, extremes, strict=True)]
 
 
+def add_up_statistics(
+    keys: Sequence[Key], entries: Mapping[Key, Entry], indices: Sequence[Indices]
+) -> list[TensorStatistics | None]:
+    """Add up the statistics of all ranks, copies once. The same on every rank; None for what no rank has any of.
+
+    Copies are taken to be equal, which `add_up` finds out. Arguments are those of `add_up`. Collective.
+    """
+    sums = np.zeros((len(keys), 6), np.float64)
+    # Whether any rank has it whole, and in shards; the numbers of what ranks have whole; the largest number.
+    extremes = np.full((len(keys), 9), -np.inf, np.float64)
+    places = {layout: _find_place(layout, indices) for layout in {entry.layout for entry in entries.values()}}
+    for row, key in enumerate(keys):
+        entry = entries.get(key)
+        if entry is None or entry.statistics is None or entry.layout == OUTSIDE:
+            continue
+        *numbers, abs_max = dataclasses.astuple(entry.statistics)
+        extremes[row, 8] = abs_max
+        if entry.layout == WHOLE:
+            extremes[row, 0], extremes[row, 2:8] = 1, numbers
+        else:
+            extremes[row, 1] = 1
+            if places[entry.layout][0]:
+                sums[row] = numbers
+    _reduce(sums, "SUM", is_exact=False)
+    _reduce(extremes, "MAX")
+    results: list[TensorStatistics | None] = []
+    for added, largest in zip(sums, extremes, strict=True):
+        if max(largest[:2]) < 1:
+            results.append(None)
+            continue
+        numbers = (largest[2:8] if largest[0] == 1 else added).tolist()
+        count, num_nonzero, num_nan, num_inf, total, total_squares = numbers
+        results.append(
+            TensorStatistics(
+                int(count), int(num_nonzero), int(num_nan), int(num_inf), total, total_squares, float(largest[8])
+            )
+        )
+    return results
+
+
 def _read_row(added: Any, largest: Any, smallest: Any) -> Row:
     is_whole, is_cut = bool(largest[_HELD_WHOLE] == 1), bool(largest[_HELD_CUT] == 1)
     is_same = largest == smallest
@@ -157,11 +200,14 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def _reduce(array: Any, operation: str) -> None:
-    """Reduce an int64 array over all ranks, in place. Collective."""
+def _reduce(array: Any, operation: str, *, is_exact: bool = True) -> None:
+    """Reduce an array over all ranks, in place: the same result on every rank. Collective."""
     if get_world_size() == 1 or not array.size:
         return
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.from_numpy(array), getattr(dist.ReduceOp, operation), group=get_control_group())
+    tensor = torch.from_numpy(array)
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, operation), group=get_control_group())
+    if not is_exact:  # the order of additions is the back end's affair, a verdict must be every rank's
+        dist.broadcast(tensor, 0, group=get_control_group())

@@ -243,8 +243,8 @@ def save_once(accelerator: Any, kind: str, target: Path) -> Sample:
     return Sample(kind, seconds, cpu_seconds, points, work)
 
 
-def rank_main(rank: int, port: int, options: Options, results: Any) -> None:
-    """Entry point of a rank's process; puts a `RankResult` or the text of an error into `results`."""
+def rank_main(rank: int, port: int, options: Options, results: Any, measure: Callable[[Options], Any]) -> None:
+    """Entry point of a rank's process; puts what `measure` returns or the text of an error into `results`."""
     os.environ.update(
         {
             "RANK": str(rank),
@@ -267,8 +267,8 @@ def rank_main(rank: int, port: int, options: Options, results: Any) -> None:
         raise
 
 
-def run_ranks(options: Options) -> list[RankResult]:
-    """Spawn the ranks and return their results; the first failure ends all of them."""
+def run_ranks(options: Options, measure: Callable[[Options], Any] = measure) -> list[Any]:
+    """Spawn the ranks and return their results (with a `rank` each); the first failure ends all of them."""
     import multiprocessing
 
     with socket.socket() as server:
@@ -277,9 +277,9 @@ def run_ranks(options: Options) -> list[RankResult]:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [
-        context.Process(target=rank_main, args=(rank, port, options, results)) for rank in range(options.ranks)
+        context.Process(target=rank_main, args=(rank, port, options, results, measure)) for rank in range(options.ranks)
     ]
-    found: list[RankResult] = []
+    found: list[Any] = []
     try:
         for process in processes:
             process.start()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from accel_fsdp_tools.files import list_files, seal_files
 from accel_fsdp_tools.manifest import (
     DIRECTORY,
+    MANIFEST_PATH,
     Lineage,
     Manifest,
     ModelFacts,
     OptimizerFacts,
     TensorFacts,
     Topology,
+    compute_digest,
     write_manifest,
 )
 
@@ -44,3 +49,10 @@ def make_checkpoint(path: Path, *, step: int, attempt: int = 1) -> Path:
     files = tuple(seal_files(path, list_files(path)))
     write_manifest(path, make_manifest(step=step, attempt=attempt, files=files))
     return path
+
+
+def edit_manifest(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Apply `change` to what the manifest of the checkpoint at `path` says, and let its digest fit again."""
+    raw = json.loads((path / MANIFEST_PATH).read_text())
+    change(raw)
+    (path / MANIFEST_PATH).write_text(json.dumps({**raw, "digest": compute_digest(raw)}))

@@ -73,6 +73,21 @@ class AttributeStates:
             (_find(places, path, "sequence"), value) for path, value in self.arrays.items()
         ]
 
+    def list_differences(self, places: Places) -> list[tuple[Path, Any, Any]]:
+        """The attributes whose values are not these, with both values (of sequences, words); changes nothing."""
+        found: list[tuple[Path, Any, Any]] = []
+        for path, value in self.scalars.items():
+            place = places.find_attribute(path)
+            present = MISSING if place is None else place.value
+            if type(present) is not type(value) or (present != value and value == value):
+                found.append((path, value, None if present is MISSING else present))
+        for path, (_, array) in self.arrays.items():
+            place = places.find_attribute(path)
+            here = None if place is None or place.value is MISSING else _to_array(place.value)
+            if here is None or not np.array_equal(here[1], array, equal_nan=array.dtype.kind == "f"):
+                found.append((path, "the saved sequence", "another sequence"))
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """What is not a tensor, for JSON."""
         return {

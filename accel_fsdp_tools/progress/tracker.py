@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import DataProgressError, DataProgressWarning, UsageError
 from ..rng import RngSnapshot
+from .checking import ProgressDifference, find_differences
 from .contract import describe_contract, get_index_sampler, list_differences
 from .follow import Follower, get_follower, install
 from .kinds import find_kind
@@ -265,6 +266,15 @@ class DataTracker:
             else:
                 outcomes.append(followers[number].restore(item, session))
         return outcomes
+
+    def find_differences(
+        self, saved: Sequence[LoaderProgress], outcomes: Sequence[LoaderOutcome]
+    ) -> list[ProgressDifference]:
+        """Look again whether every loader stands where `restore(saved)`, which said `outcomes`, has put it.
+
+        Draws no random number and changes nothing. Call it before any batch is drawn.
+        """
+        return list(find_differences(self._get_followers(), saved, outcomes))
 
     def _find_obstacle(self, item: LoaderProgress, follower: Follower | None) -> str | None:
         """Why nothing but the epoch of this record can be used here; None if it can."""
