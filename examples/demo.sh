@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train without interruption; train again, killed in the middle of an epoch, and start the same command once more; then
-# prove both ends equal. Sets up what it needs in .venv, which it creates if there is none.
+# prove both ends equal, and export the last checkpoint. Sets up what it needs in .venv, which it creates if there is none.
 #
 #   bash examples/demo.sh                  SmolLM2-135M, some minutes on two cores
 #   bash examples/demo.sh --model tiny     a random model, seconds
@@ -50,3 +50,8 @@ train --output-dir "$out/interrupted" --kill-at-step "$kill_at" "$@"
 
 echo "== 4. are they equal?"
 "$python" examples/compare_runs.py "$out/uninterrupted" "$out/interrupted" --plot "$out/comparison.png"
+
+echo "== 5. a checkpoint as a Hugging Face model: the same bytes as those exported from memory"
+checkpoint=$(ls -d "$out"/interrupted/checkpoints/step_* | tail -1)
+"$python" -m accel_fsdp_tools.export "$checkpoint" "$out/exported" --overwrite --verify load
+cmp "$out/exported/model.safetensors" "$out/interrupted/model/model.safetensors"

@@ -213,7 +213,11 @@ def main() -> None:
     log = args.output_dir / "log.jsonl"
     args.output_dir.mkdir(parents=True, exist_ok=True)
     with Checkpointer(  # (1)
-        accelerator, args.output_dir / "checkpoints", save_every=args.save_every, keep_last=args.keep_last
+        accelerator,
+        args.output_dir / "checkpoints",
+        save_every=args.save_every,
+        keep_last=args.keep_last,
+        tokenizer=tokenizer,  # so that an export of a checkpoint needs nothing else
     ) as checkpointer:
         position = checkpointer.resume()  # (2) the newest good checkpoint, or a fresh start
         accelerator.print(position)
@@ -250,34 +254,28 @@ def main() -> None:
                         os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no last save
                 checkpointer.step(loss=loss)  # (4) counts optimizer steps, saves every --save-every of them
 
-    save_evidence(accelerator, model, optimizer, args.output_dir / "digests.json")
-    save_model(accelerator, model, tokenizer, args.output_dir / "model")
+        save_evidence(accelerator, model, optimizer, args.output_dir / "digests.json")
+        tokens = continue_text(model, tokenizer, PROMPT)
+        folder = args.output_dir / "model"
+        checkpointer.export(folder, overwrite=True)  # an ordinary folder for from_pretrained
     if accelerator.is_main_process:
-        print(f"saved to {args.output_dir / 'model'}; loaded back, it writes:\n")
-        print(f"{PROMPT}{generate(args.output_dir / 'model', PROMPT)}\n")
+        loaded = continue_text(AutoModelForCausalLM.from_pretrained(folder), tokenizer, PROMPT)
+        verdict = "as the model in training does" if loaded == tokens else "UNLIKE the model in training"
+        print(f"saved to {folder}; loaded back, it writes, {verdict}:\n\n{PROMPT}{tokenizer.decode(loaded)}\n")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
-def save_model(accelerator: Accelerator, model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write the fine-tuned model as an ordinary folder for `from_pretrained`."""
-    weights = accelerator.get_state_dict(model)  # collective: every rank calls it, the main process gets it
-    if accelerator.is_main_process:
-        unwrapped = accelerator.unwrap_model(model)
-        for name, source in unwrapped.all_tied_weights_keys.items():
-            weights[name] = weights[source]  # gathering made two of one; tied weights are written once
-        unwrapped.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-
-
-def generate(folder: Path, prompt: str) -> str:
-    """How the saved model goes on after `prompt`, up to the end of the sentence."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
-    text = tokenizer.decode(output[0][inputs.input_ids.shape[1] :], skip_special_tokens=True)
-    return text.split(".")[0] + "."
+@torch.no_grad()
+def continue_text(model: Any, tokenizer: Any, prompt: str, length: int = 16) -> list[int]:
+    """The tokens that a model, sharded or not, thinks most likely to follow. Every rank of a sharded one calls it."""
+    model.eval()
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
+    begin = ids.shape[1]
+    for _ in range(length):
+        following = model(input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, following], dim=1)
+    return ids[0, begin:].tolist()
 
 
 if __name__ == "__main__":
