@@ -18,6 +18,7 @@ from .errors import (
     UsageError,
 )
 from .formats.dcp import DcpMetadata, read_dcp_metadata
+from .formats.opening import read_checkpoint
 from .live import (
     describe_model,
     describe_optimizers,
@@ -31,6 +32,7 @@ from .manifest import Manifest, ModelFacts
 from .names import clean_fqn
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
 
 _SUPPORTED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_HPU", "MULTI_MLU", "FSDP")
@@ -155,7 +157,7 @@ def check_complete(accelerator: Accelerator, directory: Path, kind: str | None) 
     """Make sure that the files which Accelerate would load are there, before any rank enters a collective.
 
     Raises:
-        CheckpointIncompleteError: a model's, optimizer's or scheduler's file is missing.
+        CheckpointIncompleteError: a model's, optimizer's or scheduler's file is missing, or a full one lacks a tensor.
         UnsupportedError: the files are of a kind that cannot be loaded.
     """
     if kind in (layout.LOCAL, layout.RANK_FILES):
@@ -167,7 +169,10 @@ def check_complete(accelerator: Accelerator, directory: Path, kind: str | None) 
             actual=kind,
         )
     for index in range(len(accelerator._models)):
-        _require(layout.get_model_path(directory, index, kind), f"model {index}")
+        path = layout.get_model_path(directory, index, kind)
+        _require(path, f"model {index}")
+        if kind == layout.FULL:
+            _require_tensors(path, index, accelerator._models[index])
     for index in range(len(accelerator._optimizers)):
         _require(layout.get_optimizer_path(directory, index, kind), f"optimizer {index}")
 
@@ -178,6 +183,21 @@ def _require(path: Path, what: str) -> None:
             f"{path} is missing: the checkpoint does not hold {what}, which this run has prepared. Use another "
             "checkpoint, or prepare what was prepared when it was saved.",
             path=str(path),
+        )
+
+
+def _require_tensors(path: Path, index: int, model: torch.nn.Module) -> None:
+    """Rank 0 alone reads a full file: should it fail for want of a key, the others would wait in a collective."""
+    facts = describe_model(model)
+    saved = read_checkpoint(path).sections[0].tensors.keys()
+    tied = {name for group in facts.ties if saved & set(group) for name in group}
+    missing = [tensor.fqn for tensor in facts.tensors if tensor.fqn not in saved and tensor.fqn not in tied]
+    if missing:
+        raise CheckpointIncompleteError(
+            f"{path} lacks {len(missing)} tensor(s) of model {index}: {_list_names(missing)}. Use another checkpoint, "
+            "or prepare the model that was saved.",
+            path=str(path),
+            fqn=missing[0],
         )
 
 

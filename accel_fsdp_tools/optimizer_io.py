@@ -7,6 +7,10 @@ Measured on torch 2.13 and accelerate 1.15:
 - FSDP2: a trainable parameter that never got a gradient has no state in the files, and the load fails for want of
   its key. Here such parameters are left out of the load and stay without state, as they were.
 - FSDP2 with a full file: the same parameters make the load hang. Here the file is dealt out tensor by tensor.
+- FSDP1 with sharded files under hybrid sharding: torch allocates the state over all ranks and FSDP gathers it over a
+  shard group. Here it is allocated over the shard group.
+- FSDP2 with a full file, on a mesh that leaves ranks out (beside tensor parallelism): torch scatters from the first
+  rank of each mesh, which has no values. Here every rank gets them.
 - FSDP2: torch's dummy step, which creates the state, goes through Accelerate's wrapper and does nothing in the
   middle of an accumulation. Here it sees the raw optimizer.
 
@@ -27,7 +31,7 @@ from .formats.opening import read_checkpoint
 from .formats.reading import read_part
 from .live import describe_model, get_flat_names, get_raw_optimizer, iterate_parameters
 from .names import clean_fqn
-from .ranks import get_rank, run_on_main
+from .ranks import get_rank, get_world_size, run_on_main
 
 if TYPE_CHECKING:
     import torch
@@ -111,16 +115,59 @@ def _load_sharded_fsdp1(plugin: Any, model: torch.nn.Module, raw: torch.optim.Op
     ):
         # torch itself calls its deprecated ShardedTensor functions on this path.
         warnings.simplefilter("ignore", FutureWarning)
-        state = load_sharded_optimizer_state_dict(
-            model_state_dict=model.state_dict(),
-            optimizer_key="optimizer",
-            storage_reader=dcp.FileSystemReader(path),
-        )
+        if _get_shard_group(model).size() < get_world_size():
+            state = _read_in_shard_groups(model, path)
+        else:
+            state = load_sharded_optimizer_state_dict(
+                model_state_dict=model.state_dict(),
+                optimizer_key="optimizer",
+                storage_reader=dcp.FileSystemReader(path),
+            )
         # Without any state on disk (no update yet, or plain SGD) the key is missing altogether.
         loaded = {"state": {}, **state["optimizer"]}
         _unshard_ignored(model, loaded["state"], path)
         raw.load_state_dict(FSDP.optim_state_dict_to_load(model, raw, loaded))
     return _find_flat_stateless(model, saved)
+
+
+def _get_shard_group(model: torch.nn.Module) -> Any:
+    """Return the group of ranks that FSDP1 cuts parameters over: not all under hybrid sharding."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+
+    return next(module.process_group for module in model.modules() if isinstance(module, FSDP))
+
+
+def _read_in_shard_groups(model: torch.nn.Module, path: Path) -> dict[str, Any]:
+    """Read what torch's `load_sharded_optimizer_state_dict` does, cut over each shard group.
+
+    That one cuts over all ranks, and FSDP then puts the parts of one shard group together as if they were the whole:
+    under hybrid sharding the state would be wrong in silence.
+    """
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+    from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+
+    group, device = _get_shard_group(model), next(model.parameters()).device
+    num_devices = torch.accelerator.device_count() if device.type != "cpu" else 1
+    reader = dcp.FileSystemReader(path)
+    metadata = reader.read_metadata()
+    state: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if not hasattr(entry, "size"):
+            state[key] = "<bytes_io>"
+            continue
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+        is_cut = whole.numel() > 1
+        state[key] = (
+            _create_chunk_sharded_tensor(whole, dist.get_rank(group), group.size(), num_devices, group)
+            if is_cut
+            else whole
+        )
+    dcp.load(state, storage_reader=reader)
+    nested: dict[str, Any] = unflatten_state_dict(state, metadata.planner_data)
+    return nested
 
 
 def _unshard_ignored(model: torch.nn.Module, state: dict[str, dict[str, Any]], path: Path) -> None:
@@ -227,9 +274,13 @@ def _deal_out(source: torch.Tensor, parameter: Any) -> Any:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     on_device = source.to(parameter.device)
-    if isinstance(parameter, DTensor) and source.shape == parameter.shape:
+    is_sharded = isinstance(parameter, DTensor) and source.shape == parameter.shape
+    if is_sharded and parameter.device_mesh.size() == dist.get_world_size():
         return distribute_tensor(on_device, parameter.device_mesh, parameter.placements)
     dist.broadcast(on_device, src=0)
+    if is_sharded:
+        # On a mesh of some ranks (FSDP beside tensor parallelism) torch would scatter from a rank that has no values.
+        return distribute_tensor(on_device, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return on_device.to(source.device) if source.dim() == 0 else on_device
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,9 @@ import pytest
 
 from accel_fsdp_tools import errors
 from accel_fsdp_tools.errors import AccelFsdpError
-from accel_fsdp_tools.manifest import DIRECTORY, MANIFEST_PATH, read_manifest
+from accel_fsdp_tools.manifest import DIRECTORY, read_manifest
 from tests.harness import collect, run_ranks, start_ranks
+from tests.manifests import edit_manifest
 from tests.training import Setup, build, read_root, train, train_batch
 
 SMALL = Setup(num_items=48, accumulation=1, num_epochs=1, keep_last=None)
@@ -221,10 +221,7 @@ def test_one_odd_manifest_does_not_block_the_root(tmp_path: Path) -> None:
     for name, change in ODD_MANIFESTS.items():
         root = tmp_path / name
         shutil.copytree(tmp_path / "root", root)
-        path = root / "step_00000008" / MANIFEST_PATH
-        raw = json.loads(path.read_text())
-        change(raw)
-        path.write_text(json.dumps(raw))
+        edit_manifest(root / "step_00000008", change)
         roots.append(str(root))
     for results in run_ranks(_resume_steps, roots, folder=tmp_path / "r1"):
         for root in roots:

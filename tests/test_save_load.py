@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from accel_fsdp_tools import errors
 from accel_fsdp_tools.errors import AccelFsdpError
 from accel_fsdp_tools.manifest import DIRECTORY, MANIFEST_PATH, read_manifest
 from tests.harness import RankError, run_ranks
+from tests.manifests import edit_manifest
 from tests.training import Objects, Setup, build, digest_model, digest_optimizer, train_batch
 
 SMALL = Setup(num_items=24, accumulation=1)
@@ -153,9 +153,7 @@ def test_fewer_ranks_into_the_same_folder_leave_nothing_of_the_older_save(tmp_pa
 
 
 def _edit_manifest(path: Path, **changes: Any) -> None:
-    raw = json.loads((path / MANIFEST_PATH).read_text())
-    raw.update(changes)
-    (path / MANIFEST_PATH).write_text(json.dumps(raw))
+    edit_manifest(path, lambda raw: raw.update(changes))
 
 
 def _flip(path: Path, position: int) -> None:

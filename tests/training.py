@@ -37,6 +37,7 @@ class Setup:
     seedable: bool = False
     tie: bool = False
     optimizer: str = "AdamW"
+    async_save: bool = False
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Objects:
     loader: Any
 
 
-def build_accelerator(setup: Setup) -> Any:
+def build_accelerator(setup: Setup, *, wrap: list[str] | None = None) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -90,7 +91,7 @@ def build_accelerator(setup: Setup) -> Any:
         "fsdp_version": setup.fsdp_version,
         "state_dict_type": setup.state_dict_type,
         "auto_wrap_policy": "transformer_based_wrap",
-        "transformer_cls_names_to_wrap": [LAYER_CLASS],
+        "transformer_cls_names_to_wrap": wrap or [LAYER_CLASS],
     }
     if setup.fsdp_version == 1:
         arguments |= {
@@ -230,7 +231,9 @@ def train(
             for parameter in objects.model.parameters():
                 _local(parameter.data).add_(0.5)
     log = Log()
-    with Checkpointer(accelerator, root, save_every=setup.save_every, keep_last=setup.keep_last) as checkpointer:
+    with Checkpointer(
+        accelerator, root, save_every=setup.save_every, keep_last=setup.keep_last, async_save=setup.async_save
+    ) as checkpointer:
         position = checkpointer.resume()
         log.position = position
 
