@@ -9,10 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpointer import Checkpointer, Position
+    from .background import PendingSave
+    from .checkpointer import Checkpointer
     from .cpu_fsdp import enable_cpu_fsdp
+    from .export import ExportReport, export_checkpoint
+    from .export_live import export_model
+    from .latest import latest_checkpoint
     from .load import load_state
     from .opening import open_checkpoint
+    from .position import Position
     from .report import LoadReport
     from .save import save_state
     from .tracking import track
@@ -23,10 +28,15 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpointer": "checkpointer",
+    "ExportReport": "export",
     "LoadReport": "report",
-    "Position": "checkpointer",
+    "PendingSave": "background",
+    "Position": "position",
     "enable_cpu_fsdp": "cpu_fsdp",
     "errors": "errors",
+    "export_checkpoint": "export",
+    "export_model": "export_live",
+    "latest_checkpoint": "latest",
     "load_state": "load",
     "open_checkpoint": "opening",
     "save_state": "save",
@@ -37,11 +47,16 @@ _HOMES = {
 
 __all__ = [
     "Checkpointer",
+    "ExportReport",
     "LoadReport",
+    "PendingSave",
     "Position",
     "__version__",
     "enable_cpu_fsdp",
     "errors",
+    "export_checkpoint",
+    "export_model",
+    "latest_checkpoint",
     "load_state",
     "open_checkpoint",
     "save_state",

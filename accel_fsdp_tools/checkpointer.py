@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -10,21 +9,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from . import contract, views
+from . import background, contract
 from .arguments import check_positive, choose_policy, to_numbers
 from .assets import check_tokenizer
 from .background import PendingSave
-from .commit import find_checkpoints, make_root, recover
-from .errors import AccelFsdpError, CallOrderError, UsageError
+from .errors import UsageError
 from .export_live import export_model
+from .holding import HeldRoot
 from .keeping import settle_checkpoint
 from .load import VERIFY_MODES, load_checkpoint
 from .load_notes import LoadNotes
 from .manifest import Lineage, has_manifest, read_manifest
-from .ownership import RootLock
 from .position import Position, StepAndEpoch
 from .progress import track as track_loaders
-from .quarantine import list_set_aside
 from .ranks import broadcast, run_on_each, run_on_main, wait_for_ranks
 from .records import pin
 from .report import LoadReport
@@ -153,10 +150,7 @@ class Checkpointer:
         self._tracker = track_loaders(accelerator)
         self._counter = StepAndEpoch(self._tracker, self._tracker.find_train_loader(train_dataloader))
         follow_steps(accelerator)
-        self._lock: RootLock | None = None
-        self._is_open = False
-        self._has_resumed = False
-        self._attempt = 0
+        self._held = HeldRoot(self.root)
         self._parent_id: str | None = None
         self._last_save = time.monotonic()
         self._metrics: dict[str, Any] = {}
@@ -193,10 +187,7 @@ class Checkpointer:
         finally:
             if self._async_save:
                 release_copies()
-            self._is_open = False
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            self._held.release()
 
     def _finish_alone(self) -> None:
         pending, self._pending = self._pending, None
@@ -223,28 +214,6 @@ class Checkpointer:
         finally:
             if pending.is_committed:
                 self._parent_id = pending.checkpoint_id
-
-    def _open(self) -> None:
-        """Take the root: lock it, see that it is on shared storage, and finish what a dead run left half done."""
-        if self._is_open:
-            return
-        run_id = get_run_id()
-        views.check_same_root(self.root)
-
-        def take() -> tuple[list[str], int, str]:
-            make_root(self.root)
-            if self._lock is not None:  # of an attempt to open that has failed
-                self._lock.release()
-            lock = RootLock(self.root, run_id)
-            lock.acquire()
-            self._lock = lock
-            return recover(self.root), _count_attempts(self.root) + 1, lock.owner.token
-
-        done, self._attempt, token = run_on_main("opening the root", take)
-        for line in done:
-            logger.info("%s: %s", self.root, line)
-        views.check_same_storage(self.root, token)
-        self._is_open = True
 
     # -- resume -------------------------------------------------------------------------------------------------
 
@@ -273,7 +242,7 @@ class Checkpointer:
             raise UsageError("resume() was given both a path and fresh=True; choose one")
         wait_for_ranks("Checkpointer.resume", timeout_s=self._timeout_s)
         self._finish()
-        self._open()
+        self._held.take(get_run_id())
         resumed = Resumed()
         if path is not None:
             resumed = self._load_named(Path(path).expanduser().absolute())
@@ -287,7 +256,7 @@ class Checkpointer:
                 verifies=self._verify in _READS_CHECKSUMS,
                 run_id=get_run_id(),
             )
-        self._has_resumed = True
+        self._held.may_save = True
         self._parent_id = resumed.checkpoint_id
         self._last_save = time.monotonic()
         if resumed.report is None:
@@ -376,12 +345,12 @@ class Checkpointer:
             if self._when_busy == "skip" and not broadcast(self._pending.done):
                 return None
             self._finish()
-        self._open()
-        run_on_main("checking the root", self._check_root)
+        self._held.take(get_run_id())
+        run_on_main("checking the root", self._held.check)
         metrics = run_on_each("reading the metrics", lambda: to_numbers(self._metrics))
         path = self.root / get_name(self.num_steps)
         order = SaveOrder(
-            attempt=self._attempt,
+            attempt=self._held.attempt,
             parent_id=self._parent_id,
             step=self.num_steps,
             epoch=self._counter.get_epoch(),
@@ -416,30 +385,7 @@ class Checkpointer:
             model: which one, where several are prepared.
             options: as for `export_model`; the tokenizer is the one given to this object.
         """
+        background.wait_alone()  # the storage, and the memory of the copies
         return export_model(
             self._accelerator, model, out, **{"tokenizer": self._tokenizer, "timeout_s": self._timeout_s, **options}
         )
-
-    def _check_root(self) -> None:
-        if self._lock is not None:
-            self._lock.check()
-        if self._has_resumed:
-            return
-        found = [each.path.name for each in find_checkpoints(self.root) if each.manifest]
-        if found:
-            raise CallOrderError(
-                f"{self.root} holds checkpoints ({', '.join(found[-3:])}) and this run has not called resume(): saving "
-                "would start a new branch and let the old one be pruned. Call resume() before training; "
-                "resume(fresh=True) starts anew on purpose.",
-                path=str(self.root),
-            )
-        self._has_resumed = True
-
-
-def _count_attempts(root: Path) -> int:
-    """Return the number of the last attempt that has saved into the root, what was set aside included."""
-    manifests = [each.manifest for each in find_checkpoints(root) if each.manifest]
-    for each in list_set_aside(root):
-        with contextlib.suppress(AccelFsdpError):  # why it is there, perhaps
-            manifests.append(read_manifest(each.path))
-    return max((manifest.lineage.attempt for manifest in manifests), default=0)

@@ -102,6 +102,10 @@ class LockedError(AccelFsdpError, RuntimeError):
     """Another live run uses the same checkpoint root."""
 
 
+class SaveDiscardedError(AccelFsdpError, RuntimeError):
+    """A save in the background was given up on request before it was committed; nothing is left of it."""
+
+
 class RankFailedError(AccelFsdpError, RuntimeError):
     """One rank failed with an error from outside this package; raised on every rank.
 

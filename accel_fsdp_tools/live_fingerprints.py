@@ -17,8 +17,8 @@ from .live import get_raw_optimizer
 from .optimizer_shards import (
     ParameterGroup,
     describe_parameter_groups,
-    iterate_optimizer_parameters,
     iterate_optimizer_shards,
+    list_owned,
 )
 from .rank_sums import Entry, Indices, Key, add_up, add_up_statistics, list_indices
 from .ranks import gather_all, run_together
@@ -164,10 +164,11 @@ class OptimizerShards:
     @classmethod
     def read(cls, model: torch.nn.Module, raw: torch.optim.Optimizer) -> OptimizerShards:
         """Look at a live optimizer; states are looked at one by one, as they are iterated."""
+        owned = list_owned(model, raw)
         return cls(
-            tuple(iterate_optimizer_parameters(model, raw)),
-            iterate_optimizer_shards(model, raw),
-            describe_parameter_groups(model, raw),
+            tuple(held.shard for held in owned),
+            iterate_optimizer_shards(model, raw, owned),
+            describe_parameter_groups(model, raw, owned),
         )
 
 

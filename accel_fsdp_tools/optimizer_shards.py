@@ -6,7 +6,7 @@ the parameter groups. Not collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,9 @@ class ParameterGroup:
     options: Mapping[str, Any]
 
 
-def iterate_optimizer_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[LocalShard]:
+def iterate_optimizer_shards(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, owned: Sequence[Held] | None = None
+) -> Iterator[LocalShard]:
     """Yield this rank's share of every state of an optimizer.
 
     `fqn` is the name of the parameter (as `iterate_local_shards` has it) and `state` that of the state. A 0-d state
@@ -36,6 +38,7 @@ def iterate_optimizer_shards(model: torch.nn.Module, optimizer: torch.optim.Opti
     Args:
         model: the prepared model.
         optimizer: the raw optimizer, not Accelerate's wrapper.
+        owned: what `list_owned` returns, if it is known already.
 
     Not collective. Peak memory: nothing is copied.
 
@@ -43,12 +46,14 @@ def iterate_optimizer_shards(model: torch.nn.Module, optimizer: torch.optim.Opti
         UsageError: the optimizer holds a parameter that is not one of the model's.
         UnsupportedError: a state of a sharded parameter has a shape from which its place cannot be told.
     """
-    for held in _iterate_owned(model, optimizer):
+    for held in list_owned(model, optimizer) if owned is None else owned:
         for name, value in optimizer.state.get(held.owner, {}).items():
             yield _describe_state(held, name, value)
 
 
-def describe_parameter_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[ParameterGroup, ...]:
+def describe_parameter_groups(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, owned: Sequence[Held] | None = None
+) -> tuple[ParameterGroup, ...]:
     """Return the optimizer's parameter groups by name; 0-d tensors among their options become numbers.
 
     Not collective; the same on every rank.
@@ -57,7 +62,7 @@ def describe_parameter_groups(model: torch.nn.Module, optimizer: torch.optim.Opt
         UsageError: the optimizer holds a parameter that is not one of the model's.
     """
     names: dict[int, list[str]] = {}
-    for held in _iterate_owned(model, optimizer):
+    for held in list_owned(model, optimizer) if owned is None else owned:
         names.setdefault(id(held.owner), []).append(held.shard.fqn)
     return tuple(
         ParameterGroup(
@@ -84,12 +89,17 @@ def iterate_optimizer_parameters(model: torch.nn.Module, optimizer: torch.optim.
     Raises:
         UsageError: the optimizer holds a parameter that is not one of the model's.
     """
-    for held in _iterate_owned(model, optimizer):
+    for held in list_owned(model, optimizer):
         yield held.shard
 
 
-def _iterate_owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Held]:
-    """Yield the optimizer's parameters, in its own order."""
+def list_owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Held, ...]:
+    """Return the optimizer's parameters, in its own order. Not collective.
+
+    Raises:
+        UsageError: the optimizer holds a parameter that is not one of the model's.
+    """
+    owned: list[Held] = []
     by_owner: dict[int, list[Held]] = {}
     for held in iterate_held_parameters(model):
         by_owner.setdefault(id(held.owner), []).append(held)
@@ -100,7 +110,8 @@ def _iterate_owned(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
                     f"Parameter {place} of the optimizer's group {number} is none of the model's. Build the optimizer "
                     "from the model that it is prepared with, and pass both to accelerator.prepare."
                 )
-            yield from by_owner[id(parameter)]
+            owned += by_owner[id(parameter)]
+    return tuple(owned)
 
 
 def _describe_state(held: Held, name: str, value: Any) -> LocalShard:

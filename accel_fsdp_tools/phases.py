@@ -1,6 +1,8 @@
 """Named points of a save and a load, so that tests and tools can watch or interrupt them.
 
 A point costs one comparison when nobody watches. Names are `<operation>.<point>`, listed in `POINTS`.
+Those of a save in the background are reached on its thread, from `save.writing` on, which a save in the foreground has
+not. What an observer raises at any of them is an error of that rank, of which all ranks learn.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Final
 POINTS: Final[tuple[str, ...]] = (
     "save.begin",
     "save.staged",
+    "save.writing",
     "save.delegated",
     "save.fingerprints",
     "save.rng",

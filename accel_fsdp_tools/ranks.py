@@ -2,36 +2,32 @@
 
 The ranks first meet in the store of the process group, where whoever is missing can be named. Control messages then
 travel over a gloo group of their own, so that they need no GPU memory and never collide with the collectives of the
-training. Every function here is collective unless it says otherwise, and works in a single process without
-`torch.distributed` too.
+training. A thread that works in the background has a group of its own again (`use_channel`). Every function here is
+collective unless it says otherwise, and works in a single process without `torch.distributed` too.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
-from .errors import AccelFsdpError, CallOrderError, RankFailedError, RankMissingError, UsageError
+from .errors import AccelFsdpError, RankFailedError, UsageError
+from .meetings import TIMEOUT_VARIABLE, Meeting, meet
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 1800.0
-_TIMEOUT_VARIABLE = "ACCEL_FSDP_TOOLS_TIMEOUT_S"
-_SLICE_S = 30.0  # a longer wait would keep the store from other threads, NCCL's watchdog among them
-_LINGER_S = 2.0
-_ANSWER_S = 5.0  # beyond the timeout, for the store to answer
 
 
 def get_timeout_s() -> float:
     """Seconds that a rank waits for the others (environment: ACCEL_FSDP_TOOLS_TIMEOUT_S). Not collective."""
-    text = os.environ.get(_TIMEOUT_VARIABLE)
+    text = os.environ.get(TIMEOUT_VARIABLE)
     if text is None:
         return DEFAULT_TIMEOUT_S
     try:
@@ -39,7 +35,7 @@ def get_timeout_s() -> float:
     except ValueError:
         timeout_s = -1.0
     if not timeout_s > 0:
-        raise UsageError(f"{_TIMEOUT_VARIABLE} is {text!r}; give a positive number of seconds", actual=text)
+        raise UsageError(f"{TIMEOUT_VARIABLE} is {text!r}; give a positive number of seconds", actual=text)
     return timeout_s
 
 
@@ -79,30 +75,94 @@ def get_world_size() -> int:
     return int(dist.get_world_size()) if _is_distributed() else 1
 
 
-_control_group: tuple[Any, Any] | None = None  # (the default group it was made under, the group)
+class Channel:
+    """What one thread of each rank talks over: a gloo group, and a series of meetings in the store.
+
+    Threads must not share one, or messages of the one would be taken for answers to the other. `use_channel` puts a
+    thread on one; all others are on the main one. The store's own connection answers one request at a time, so a
+    channel other than the main one gets a connection of its own: else a thread that waits there would keep the
+    others of its process from the store, perhaps those that it waits for.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.series = f"accel_fsdp_tools/{name}" if name else "accel_fsdp_tools"
+        self._owns_store = bool(name)
+        self._group: tuple[Any, Any] | None = None  # (the default group it was made under, the group)
+        self._store: tuple[Any, Any] | None = None  # likewise
+        # Meetings that this process has held. Not started anew with a new process group: that may use the same store
+        # again, where keys of the old one lie.
+        self._generation = 0
+        self._uncleared: list[int] = []
+
+    def get_group(self) -> Any:
+        """Return the gloo group. The first call makes it, and is collective, on the threads that train.
+
+        Making a group waits half an hour for a rank that does not come, so all ranks meet first.
+        """
+        import torch.distributed as dist
+
+        default = dist.distributed_c10d._get_default_group()
+        if self._group is None or self._group[0] is not default:
+            wait_for_ranks("making the group for control messages")
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=get_timeout_s()))
+            self._group = (default, group)
+        return self._group[1]
+
+    def close(self) -> None:
+        """Give the group up. Not collective; nothing may be under way on it."""
+        import torch.distributed as dist
+
+        if (
+            self._group is not None
+            and _is_distributed()
+            and self._group[0] is dist.distributed_c10d._get_default_group()
+        ):
+            dist.destroy_process_group(self._group[1])
+        self._group = self._store = None
+
+    def call_meeting(self) -> Meeting:
+        """Return the next meeting of the series."""
+        self._generation += 1
+        return Meeting(
+            self._get_store(),
+            self._generation,
+            get_rank(),
+            get_world_size(),
+            series=self.series,
+            uncleared=self._uncleared,
+        )
+
+    def _get_store(self) -> Any:
+        import torch.distributed as dist
+
+        store = dist.distributed_c10d._get_default_store()
+        if not self._owns_store:
+            return store
+        if self._store is None or self._store[0] is not store:
+            try:
+                self._store = (store, store.clone())
+            except RuntimeError:  # a kind of store that cannot: it does not keep connections either
+                self._store = (store, store)
+        return self._store[1]
+
+
+_main = Channel()
+_channel: ContextVar[Channel] = ContextVar("accel_fsdp_tools_channel", default=_main)  # a new thread: the default
+
+
+@contextlib.contextmanager
+def use_channel(channel: Channel) -> Iterator[None]:
+    """Let every function of this module use `channel`, on this thread, for the duration of the context."""
+    token = _channel.set(channel)
+    try:
+        yield
+    finally:
+        _channel.reset(token)
 
 
 def get_control_group() -> Any:
-    """Return the gloo group for control messages and small reductions.
-
-    The first call makes it, and is collective. Making a group waits half an hour for a rank that does not come, so
-    all ranks meet first.
-    """
-    global _control_group
-    import torch.distributed as dist
-
-    default = dist.distributed_c10d._get_default_group()
-    if _control_group is None or _control_group[0] is not default:
-        wait_for_ranks("making the group for control messages")
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=get_timeout_s()))
-        _control_group = (default, group)
-    return _control_group[1]
-
-
-# Calls of `wait_for_ranks` that this process has made. It is not started anew with a new process group: that may use
-# the same store again, where keys of the old one lie.
-_generation = 0
-_uncleared: list[int] = []  # generations whose keys are still in the store
+    """Return the gloo group for control messages and small reductions. Collective on a channel's first call."""
+    return _channel.get().get_group()
 
 
 def wait_for_ranks(what: str, *, timeout_s: float | None = None) -> None:
@@ -120,179 +180,9 @@ def wait_for_ranks(what: str, *, timeout_s: float | None = None) -> None:
         RankMissingError: a rank did not arrive within `timeout_s`.
         CallOrderError: all ranks arrived, with different calls.
     """
-    global _generation
-    world_size = get_world_size()
-    if world_size == 1:
+    if get_world_size() == 1:
         return
-    import torch.distributed as dist
-
-    seconds = get_timeout_s() if timeout_s is None else timeout_s
-    _generation += 1
-    meeting = _Meeting(dist.distributed_c10d._get_default_store(), _generation, get_rank(), world_size)
-    _uncleared.append(_generation)
-    verdict = _ask_store(what, seconds, lambda: meeting.hold(what, seconds))
-    if verdict.missing is not None:
-        raise _explain_missing(what, verdict, meeting.rank)
-    if verdict.calls:
-        raise _explain_calls(verdict.calls)
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """What a meeting came to. Both are empty if all ranks arrived with the same call."""
-
-    missing: tuple[int, ...] | None = None
-    seconds: float = 0.0
-    decided_by: int = 0
-    calls: dict[str, list[int]] = field(default_factory=dict)
-
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: bytes) -> _Verdict:
-        raw = json.loads(text)
-        missing = None if raw["missing"] is None else tuple(raw["missing"])
-        return cls(missing, float(raw["seconds"]), int(raw["decided_by"]), raw["calls"])
-
-
-class _Meeting:
-    """One generation of `wait_for_ranks`, as keys in a store. Each rank has a handful of requests if all goes well.
-
-    A verdict is written once, by whoever is first: the last rank to arrive, or one whose time is up. So the ranks
-    cannot come to different conclusions.
-    """
-
-    def __init__(self, store: Any, generation: int, rank: int, world_size: int) -> None:
-        self.store, self.generation, self.rank, self.world_size = store, generation, rank, world_size
-
-    def _key(self, name: str, generation: int | None = None) -> str:
-        return f"accel_fsdp_tools/{self.generation if generation is None else generation}/{name}"
-
-    def hold(self, what: str, seconds: float) -> _Verdict:
-        deadline = time.monotonic() + seconds
-        verdict = self._arrive(what)
-        while verdict is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                verdict = self._settle(_Verdict(self._find_missing(), seconds, self.rank))
-            elif self._wait(min(left, _SLICE_S)):
-                verdict = _Verdict.decode(self.store.get(self._key("verdict")))
-        if verdict.missing is None:
-            self._clear()
-        if verdict.missing is not None or verdict.calls:
-            self._linger(self.world_size - len(verdict.missing or ()))
-        return verdict
-
-    def _arrive(self, what: str) -> _Verdict | None:
-        self.store.set(self._key(f"call/{self.rank}"), what)
-        if self.store.compare_set(self._key("call"), "", what).decode() != what:
-            self.store.set(self._key("differs"), "yes")
-        if self.store.add(self._key("count"), 1) < self.world_size:
-            return None
-        calls: dict[str, list[int]] = {}
-        if self.store.check([self._key("differs")]):
-            for rank in range(self.world_size):
-                calls.setdefault(self.store.get(self._key(f"call/{rank}")).decode(), []).append(rank)
-        return self._settle(_Verdict(calls=calls))
-
-    def _wait(self, seconds: float) -> bool:
-        """Whether there is a verdict, which is waited for."""
-        timeout = timedelta(seconds=max(seconds, 0.01))  # stores take less than a millisecond for no timeout at all
-        try:
-            self.store.wait([self._key("verdict")], timeout)
-        except RuntimeError:  # time is up; stores have different classes for it. A store that is gone fails again:
-            return bool(self.store.check([self._key("verdict")]))
-        return True
-
-    def _settle(self, mine: _Verdict) -> _Verdict:
-        return _Verdict.decode(self.store.compare_set(self._key("verdict"), "", mine.encode()))
-
-    def _find_missing(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.world_size) if not self.store.check([self._key(f"call/{rank}")]))
-
-    def _linger(self, num_present: int) -> None:
-        """Let all ranks read a bad verdict before rank 0, which often keeps the store, can end of it."""
-        num_seen = self.store.add(self._key("seen"), 1)
-        deadline = time.monotonic() + _LINGER_S
-        while self.rank == 0 and num_seen < num_present and time.monotonic() < deadline:
-            time.sleep(0.02)
-            num_seen = self.store.add(self._key("seen"), 0)
-
-    def _clear(self) -> None:
-        """Remove the keys of earlier generations: that all ranks are here means that they have left those."""
-        shared = ("call", "differs", "count", "verdict", "seen") if self.rank == 0 else ()
-        for generation in [each for each in _uncleared if each < self.generation]:
-            for name in (f"call/{self.rank}", *shared):
-                self.store.delete_key(self._key(name, generation))
-            _uncleared.remove(generation)
-
-
-def _ask_store(what: str, seconds: float, ask: Callable[[], _Verdict]) -> _Verdict:
-    """Run `ask` in a thread: most requests to a store have no timeout, and the process that keeps it may hang."""
-    answers: list[_Verdict | Exception] = []
-
-    def work() -> None:
-        try:
-            answers.append(ask())
-        except Exception as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=work, name="accel-fsdp-meeting", daemon=True)
-    thread.start()
-    thread.join(min(seconds + _ANSWER_S, threading.TIMEOUT_MAX))
-    answer = answers[0] if answers else None
-    if isinstance(answer, _Verdict):
-        return answer
-    if answer is not None and not isinstance(answer, RuntimeError):
-        raise answer
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    missing = () if of_agent else (0,)
-    keeper = "torchrun's agent on the first node" if of_agent else "rank 0"
-    raise RankMissingError(
-        f"{what}: the store of the process group does not answer. The process that keeps it, {keeper}, has died or "
-        "hangs, or the network is down. Look at its log.",
-        what=what,
-        rank=None if of_agent else 0,
-        missing_ranks=missing,
-        failed_ranks=missing,
-        cause_type=None if answer is None else type(answer).__name__,
-        cause_message=None if answer is None else str(answer),
-    ) from answer
-
-
-def _explain_missing(what: str, verdict: _Verdict, rank: int) -> RankMissingError:
-    missing = verdict.missing or ()
-    named = _name_ranks(missing) if missing else "another rank"
-    text = (
-        f"{what}: {named} did not arrive within {verdict.seconds:g} s. Look at that rank's log: it has died, hangs, "
-        f"or did not make the same call. {_TIMEOUT_VARIABLE} sets how long to wait."
-    )
-    if rank in missing:
-        text = (
-            f"{what}: this rank, {rank}, came too late: rank {verdict.decided_by} had waited {verdict.seconds:g} s and "
-            f"given up. Missing then: {named}. If ranks may be that far apart, set {_TIMEOUT_VARIABLE} higher."
-        )
-    return RankMissingError(
-        text, what=what, rank=missing[0] if missing else None, missing_ranks=missing, failed_ranks=missing
-    )
-
-
-def _explain_calls(calls: dict[str, list[int]]) -> CallOrderError:
-    made = "; ".join(f"{_name_ranks(ranks)}: {call}" for call, ranks in calls.items())
-    first, other = list(calls.items())[:2]  # by rank: the first is rank 0's
-    return CallOrderError(
-        f"The ranks made different calls at the same time ({made}). Every rank has to make the same calls in the same "
-        "order; look for a condition around them that depends on the rank.",
-        rank=other[1][0],
-        expected=first[0],
-        actual=other[0],
-        calls=calls,
-    )
-
-
-def _name_ranks(ranks: Iterable[int]) -> str:
-    return f"rank(s) {', '.join(map(str, ranks))}"
+    meet(_channel.get().call_meeting(), what, get_timeout_s() if timeout_s is None else timeout_s)
 
 
 def gather_all(value: T) -> list[T]:

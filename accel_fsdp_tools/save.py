@@ -1,39 +1,34 @@
-"""`save_state`: what Accelerate writes, what it leaves out, a manifest, and a commit that is all or nothing."""
+"""`save_state`: what Accelerate writes, what it leaves out, a manifest, and a commit that is all or nothing.
+
+A save has two halves. The first needs the run as it is now (`_begin`); the second needs only what the first has
+gathered (`_complete`), so that it can follow on another thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
+import functools
 import uuid
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import contract, layout
-from .commit import OWNER_NAME, Staging, check_target, commit_staging, discard_staging, open_staging
-from .delegate import save_with_accelerate
-from .errors import StorageError, UsageError
-from .files import FileFacts, list_files, seal_files
-from .inventory import build_manifest, take_inventory
+from . import background
+from .assets import write_assets
+from .background import PendingSave
+from .commit import Staging, commit_staging, discard_staging, open_staging
+from .delegate import Write, copy_with_accelerate, iterate_live, save_with_accelerate, write_all
+from .host_copies import HostCopies
+from .inventory import Draft, build_manifest, complete_manifest, draft_inventory, sum_up
 from .manifest import DIRECTORY, Lineage, Manifest, write_manifest
-from .ownership import read_owner
 from .phases import reach
-from .progress import track as track_loaders
 from .rank_objects import EncodedObject, encode_object, find_different, write_rank_objects
 from .rank_state import write_rank_state
-from .ranks import (
-    broadcast,
-    gather_all,
-    get_rank,
-    get_world_size,
-    run_on_each,
-    run_on_main,
-    run_together,
-    wait_for_ranks,
-)
+from .ranks import broadcast, get_rank, get_world_size, run_on_each, run_on_main, run_together, wait_for_ranks
 from .rng import RngSnapshot
+from .save_checks import check_before, check_same_target, check_shared
+from .sealing import begin_sealing, finish_sealing
 from .steps import follow_steps
 
 if TYPE_CHECKING:
@@ -41,9 +36,6 @@ if TYPE_CHECKING:
 
     from .progress import LoaderProgress
 
-logger = logging.getLogger(__name__)
-
-_VISIBILITY_S = 30.0  # network file systems may show another node's files late
 _run_id: str | None = None
 
 
@@ -55,6 +47,7 @@ def get_run_id() -> str:
     return _run_id
 
 
+@overload
 def save_state(
     accelerator: Accelerator,
     output_dir: str | Path,
@@ -62,8 +55,37 @@ def save_state(
     step: int | None = None,
     overwrite: bool = False,
     strict: bool = True,
+    tokenizer: Any = None,
     timeout_s: float | None = None,
-) -> Path:
+    async_save: Literal[False] = False,
+) -> Path: ...
+
+
+@overload
+def save_state(
+    accelerator: Accelerator,
+    output_dir: str | Path,
+    *,
+    step: int | None = None,
+    overwrite: bool = False,
+    strict: bool = True,
+    tokenizer: Any = None,
+    timeout_s: float | None = None,
+    async_save: Literal[True],
+) -> PendingSave: ...
+
+
+def save_state(
+    accelerator: Accelerator,
+    output_dir: str | Path,
+    *,
+    step: int | None = None,
+    overwrite: bool = False,
+    strict: bool = True,
+    tokenizer: Any = None,
+    timeout_s: float | None = None,
+    async_save: bool = False,
+) -> Path | PendingSave:
     """Save everything that an exact resume needs to `output_dir`, whole or not at all.
 
     Accelerate writes its files into a directory aside; beside them come the random generators of every rank, the
@@ -74,16 +96,24 @@ def save_state(
     Collective: every rank calls it at the same place, between an update and the next batch. A checkpoint of this
     package at `output_dir` is replaced, surviving a crash in the middle.
 
+    With `async_save` training waits only until everything has been copied to host memory (of the size of what is on
+    this rank, kept for the next time); writing, syncing, checksums and the commit go on in the background. The result
+    is the same. One save at a time is in flight: the next save first waits for it, and so does `load_state`. What
+    goes wrong is raised on every rank by `PendingSave.wait` or by the next save. `accelerator.end_training()` waits as
+    well, and so does a process that ends; before `torch.distributed.destroy_process_group` call `wait()` yourself.
+
     Args:
         accelerator: with models, optimizers, schedulers and dataloaders prepared.
         output_dir: the same on every rank, on storage that all ranks share.
         step: number of updates made, for the manifest; counted by this package where not given.
         overwrite: replace a directory that this package did not write.
         strict: False lets a dataloader through that was used before it was followed; its progress is then absent.
+        tokenizer: tokenizer or processor to keep with the model's config in the checkpoint, for exports.
         timeout_s: how long to wait for a rank that does not arrive.
+        async_save: return as soon as training may go on.
 
     Returns:
-        The path of the committed checkpoint.
+        The path of the committed checkpoint; with `async_save` a `PendingSave`, whose `wait()` returns it.
 
     Raises:
         CallOrderError: before `prepare`, or in the middle of a gradient accumulation.
@@ -91,81 +121,185 @@ def save_state(
         StorageError: the storage is not shared between ranks or not writable.
         DataProgressError: a dataloader was used before it was followed.
         RankMissingError, RankFailedError: another rank did not arrive, or failed.
+        Whatever a save in flight has failed with; this one has not begun then.
     """
-    return write_checkpoint(
-        accelerator,
-        Path(output_dir),
-        step=step,
-        overwrite=overwrite,
-        strict=strict,
-        timeout_s=timeout_s,
-    )[0]
+    order = SaveOrder(step=step, overwrite=overwrite, strict=strict, tokenizer=tokenizer, timeout_s=timeout_s)
+    if async_save:
+        return start_checkpoint(accelerator, Path(output_dir), order)
+    return write_checkpoint(accelerator, Path(output_dir), order)[0]
 
 
-def write_checkpoint(
+@dataclass(frozen=True)
+class SaveOrder:
+    """What `save_state` is told, and the lineage and position that a `Checkpointer` knows beside that."""
+
+    attempt: int = 0
+    parent_id: str | None = None
+    step: int | None = None
+    epoch: int | None = None
+    overwrite: bool = False
+    strict: bool = True
+    tokenizer: Any = None
+    timeout_s: float | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_checkpoint(accelerator: Accelerator, output_dir: Path, order: SaveOrder) -> tuple[Path, Lineage]:
+    """Do what `save_state` promises. Collective. Returns the checkpoint's path, and its place in the lineage."""
+    begun = _begin(accelerator, output_dir, order)
+    _complete(begun)
+    return begun.staging.final, begun.manifest.lineage
+
+
+def start_checkpoint(
     accelerator: Accelerator,
     output_dir: Path,
+    order: SaveOrder,
     *,
-    attempt: int = 0,
-    parent_id: str | None = None,
-    step: int | None = None,
-    epoch: int | None = None,
-    overwrite: bool = False,
-    strict: bool = True,
-    timeout_s: float | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> tuple[Path, Lineage]:
-    """Do what `save_state` promises, with the lineage and position that the caller knows. Collective.
+    follow: Callable[[Path, Lineage], None] | None = None,
+) -> PendingSave:
+    """Do the same in the background, once everything has been copied. Collective.
 
-    Returns:
-        The path of the committed checkpoint, and its place in the lineage.
+    Args:
+        follow: what to do after the commit, on the thread of the save: collective, over its channel.
     """
-    reach("save.begin")
-    wait_for_ranks("save_state", timeout_s=timeout_s)
+    begun = _begin(accelerator, output_dir, order, copies=_get_copies())
+    _wait_before_the_end(accelerator)
+    final, lineage = begun.staging.final, begun.manifest.lineage
+    pending = PendingSave(final, lineage.checkpoint_id)
+
+    def work() -> None:
+        _complete(begun, pending)
+        if follow is not None:
+            follow(final, lineage)
+
+    background.start(pending, begun.channel, work)
+    return pending
+
+
+_copies: HostCopies | None = None
+
+
+def _get_copies() -> HostCopies:
+    global _copies
+    if _copies is None:
+        _copies = HostCopies()
+    return _copies
+
+
+def release_copies() -> None:
+    """Give back the host memory that saves in the background use. Not collective; none may be in flight."""
+    if _copies is not None:
+        _copies.release()
+
+
+def _wait_before_the_end(accelerator: Accelerator) -> None:
+    """Let `accelerator.end_training()`, which destroys the process groups, wait for the save in flight."""
+    if "end_training" in vars(accelerator):
+        return
+    original = accelerator.end_training
+
+    @functools.wraps(original)
+    def end_training(*args: Any, **kwargs: Any) -> Any:
+        try:
+            background.finish_current()
+        finally:
+            result = original(*args, **kwargs)
+        return result
+
+    accelerator.end_training = end_training
+
+
+# -- the two halves -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A save of which everything is gathered that the run changes."""
+
+    staging: Staging
+    manifest: Manifest  # without files and sums
+    draft: Draft
+    written: list[str]  # files of all ranks beside Accelerate's
+    writes: list[Write] | None = None  # what is still to be written, from copies
+    channel: Any = None  # for the thread in the background
+
+
+def _begin(accelerator: Accelerator, output_dir: Path, order: SaveOrder, *, copies: HostCopies | None = None) -> _Begun:
+    """Check, and gather everything that the run changes. Collective.
+
+    Args:
+        copies: copy the large tensors there and write them later; without it they are written at once.
+    """
+    background.finish_current()
+    wait_for_ranks("save_state", timeout_s=order.timeout_s)
     final = output_dir.expanduser().absolute()
     run_id = get_run_id()
     counter = follow_steps(accelerator)
-    loaders = run_on_each(
-        "checking before the save", lambda: _check_before(accelerator, final, step, overwrite, strict)
-    )
-    _check_same_target(final)
+    loaders = run_on_each("checking before the save", lambda: _check_before(accelerator, final, order))
+    check_same_target(final)
+    channel = background.prepare_channel() if copies is not None else None
     staging = run_on_main("opening the checkpoint", lambda: open_staging(final, run_id))
-    lineage = broadcast(Lineage(uuid.uuid4().hex, run_id, attempt, parent_id))
-    try:
-        run_together("looking for the shared storage", lambda: _check_shared(staging))
-        reach("save.staged")
+    lineage = broadcast(Lineage(uuid.uuid4().hex, run_id, order.attempt, order.parent_id))
+    with _discarded_on_failure(staging), contextlib.ExitStack() as stack:
+        run_together("looking for the shared storage", lambda: check_shared(staging))
+        if copies is not None:
+            stack.enter_context(copies.taking(iterate_live(accelerator)))
         rng = RngSnapshot.capture()
         with counter.paused(), _unchanged(rng):
-            run_together("saving with Accelerate", lambda: save_with_accelerate(accelerator, staging.partial))
-        reach("save.delegated")
-        with _sealing(staging) as sealing:
-            inventory = take_inventory(accelerator)
-            reach("save.fingerprints")
-            objects, opaque = _compare_objects(accelerator)
-            written = run_together(
-                "writing RNG and data progress",
-                lambda: _write_rank_state(accelerator, staging, rng, loaders, objects),
-            )
-            files = _seal(staging, [name for names in written for name in names], sealing)
-        reach("save.checksums")
+            writes = run_on_each("saving with Accelerate", lambda: _delegate(accelerator, staging.partial, copies))
+        assets = staging.partial / DIRECTORY
+        run_on_main("writing the config", lambda: write_assets(accelerator, assets, tokenizer=order.tokenizer))
+        objects, opaque = _compare_objects(accelerator)
+        written = run_together(
+            "writing RNG and data progress",
+            lambda: _write_rank_state(accelerator, staging, rng, loaders, objects),
+        )
+        draft = draft_inventory(accelerator, copies)
         manifest = build_manifest(
             accelerator,
-            inventory,
-            files,
+            draft,
             lineage=lineage,
-            step=step if step is not None else counter.count,
-            epoch=epoch if epoch is not None else max((each.epoch for each in loaders), default=0),
+            step=order.step if order.step is not None else counter.count,
+            epoch=order.epoch if order.epoch is not None else max((each.epoch for each in loaders), default=0),
             opaque_objects=opaque,
             num_pending=0 if accelerator.optimizer_step_was_skipped else counter.num_pending,
-            extra=extra or {},
+            extra=order.extra,
         )
+    return _Begun(staging, manifest, draft, [name for names in written for name in names], writes, channel)
+
+
+def _check_before(accelerator: Accelerator, final: Path, order: SaveOrder) -> list[LoaderProgress]:
+    return check_before(accelerator, final, order.step, order.overwrite, order.strict, order.tokenizer)
+
+
+def _complete(begun: _Begun, pending: PendingSave | None = None) -> None:
+    """Write what is still to be written, make all durable, and commit. Collective."""
+    require_wanted = pending.require_wanted if pending is not None else lambda: None
+    staging, writes = begun.staging, begun.writes
+    with _discarded_on_failure(staging):
+        if writes is not None:
+            run_together("beginning to write", lambda: _begin_to_write(require_wanted))
+            run_together("writing the checkpoint", lambda: _write(writes))
+        with begin_sealing(staging.partial) as sealing:
+            inventory = sum_up(begun.draft)
+            files = finish_sealing(staging.partial, begun.written, sealing)
+        run_together("judging whether to commit", require_wanted)
+        manifest = complete_manifest(begun.manifest, inventory, files)
         run_on_main("committing", lambda: _commit(staging, manifest))
+    if pending is not None:
+        pending.is_committed = True
+    run_together("ending the save", lambda: reach("save.committed"))
+
+
+@contextlib.contextmanager
+def _discarded_on_failure(staging: Staging) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         if get_rank() == 0:
             discard_staging(staging)
         raise
-    reach("save.committed")
-    return final, lineage
 
 
 @contextlib.contextmanager
@@ -177,63 +311,22 @@ def _unchanged(rng: RngSnapshot) -> Iterator[None]:
         rng.restore()
 
 
-def _check_before(
-    accelerator: Accelerator, final: Path, step: int | None, overwrite: bool, strict: bool
-) -> list[LoaderProgress]:
-    if step is not None:
-        contract.parse_step(step)
-    contract.check_setup(accelerator)
-    contract.check_boundary(accelerator)
-    check_naming(accelerator, final)
-    if get_rank() == 0:
-        check_target(final, overwrite=overwrite)
-    return track_loaders(accelerator).capture(strict=strict)
+def _delegate(accelerator: Accelerator, directory: Path, copies: HostCopies | None) -> list[Write] | None:
+    if copies is not None:
+        return copy_with_accelerate(accelerator, directory, copies)
+    save_with_accelerate(accelerator, directory)
+    reach("save.delegated")
+    return None
 
 
-def check_naming(accelerator: Accelerator, final: Path) -> None:
-    """Keep out of the folder that Accelerate's automatic naming prunes by its own rules."""
-    configuration = accelerator.project_configuration
-    if not configuration.automatic_checkpoint_naming or accelerator.project_dir is None:
-        return
-    taken = Path(accelerator.project_dir).expanduser().absolute() / "checkpoints"
-    if final.parent == taken:
-        raise UsageError(
-            f"{taken} belongs to Accelerate's automatic checkpoint naming, which deletes folders there by the number "
-            "in their names. Save elsewhere, or make the Accelerator without automatic_checkpoint_naming.",
-            path=str(taken),
-        )
+def _begin_to_write(require_wanted: Callable[[], None]) -> None:
+    reach("save.writing")
+    require_wanted()
 
 
-def _check_same_target(final: Path) -> None:
-    targets = gather_all(str(final))
-    different = [rank for rank, target in enumerate(targets) if target != targets[0]]
-    if different:
-        rank = different[0]
-        raise UsageError(
-            f"Ranks were given different directories: rank 0 has {targets[0]}, rank {rank} has {targets[rank]}. Give "
-            "every rank the same one (a time stamp in the name has to come from rank 0).",
-            path=targets[0],
-            rank=rank,
-            expected=targets[0],
-            actual=targets[rank],
-        )
-
-
-def _check_shared(staging: Staging) -> None:
-    """Make sure that this rank sees what rank 0 has just made."""
-    owner = staging.run_directory / OWNER_NAME
-    deadline = time.monotonic() + (_VISIBILITY_S if get_world_size() > 1 else 0)
-    while True:
-        found = read_owner(owner)
-        if found is not None and found.run_id == staging.run_id and staging.partial.is_dir():
-            return
-        if time.monotonic() > deadline:
-            raise StorageError(
-                f"Rank {get_rank()} does not see {staging.partial}, which rank 0 has made: the directory is not on "
-                "storage that all ranks share. Save to a shared file system (NFS, Lustre, a mounted bucket).",
-                path=str(staging.partial),
-            )
-        time.sleep(0.1)
+def _write(writes: list[Write]) -> None:
+    write_all(writes)  # collective: whoever fails before would leave the others waiting in it
+    reach("save.delegated")
 
 
 def _compare_objects(accelerator: Accelerator) -> tuple[dict[int, EncodedObject], dict[str, str]]:
@@ -276,50 +369,6 @@ def _write_rank_state(
     reach("save.rng")
     reach("save.progress")
     return [path.relative_to(staging.partial).as_posix() for path in paths]
-
-
-def _choose_mine(names: list[str]) -> list[str]:
-    rank, world_size = get_rank(), get_world_size()
-    return [name for name in names if layout.get_writer_rank(name) % world_size == rank]
-
-
-@contextlib.contextmanager
-def _sealing(staging: Staging) -> Iterator[Future[list[FileFacts]]]:
-    """Make durable and checksum, in the background, what Accelerate has written: the storage needs no processor."""
-    names = run_on_main("listing the files", lambda: list_files(staging.partial))
-    with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(seal_files, staging.partial, _choose_mine(names))
-
-
-def _seal(staging: Staging, expected: list[str], sealing: Future[list[FileFacts]]) -> tuple[FileFacts, ...]:
-    """Make all files durable and checksum them, each by the rank that wrote it."""
-    wait_for_ranks("writing the checkpoint")
-    names = run_on_main("listing the files", lambda: _list_all(staging.partial, expected))
-
-    def seal() -> list[FileFacts]:
-        done = sealing.result()
-        known = {facts.path for facts in done}
-        return done + seal_files(staging.partial, [name for name in _choose_mine(names) if name not in known])
-
-    sealed = run_together("checksumming", seal)
-    reach("save.synced")
-    return tuple(sorted((facts for part in sealed for facts in part), key=lambda facts: facts.path))
-
-
-def _list_all(directory: Path, expected: list[str]) -> list[str]:
-    deadline = time.monotonic() + _VISIBILITY_S
-    while True:
-        names = list_files(directory)
-        missing = sorted(set(expected) - set(names))
-        if not missing:
-            return names
-        if time.monotonic() > deadline:
-            raise StorageError(
-                f"Rank 0 does not see {missing[0]} in {directory}, which another rank has written. The directory is "
-                "not on storage that all ranks share, or it shows files too late.",
-                path=str(directory / missing[0]),
-            )
-        time.sleep(0.1)
 
 
 def _commit(staging: Staging, manifest: Manifest) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -242,7 +243,7 @@ def locate(name: str, tensor: torch.Tensor) -> tuple[Shape, tuple[Part, ...], to
     if not cuts:
         return shape, (get_whole(shape),) if local.numel() else (), local, WHOLE
     try:
-        boxes = compute_boxes(shape, cuts, tuple(local.shape))
+        boxes = _compute_boxes(shape, tuple(cuts), tuple(local.shape))
     except UnsupportedError as error:
         raise UnsupportedError(f"{name}: {error.message}", **{**error.facts, "fqn": name}) from error
     if mesh not in _mesh_names:
@@ -251,6 +252,7 @@ def locate(name: str, tensor: torch.Tensor) -> tuple[Shape, tuple[Part, ...], to
     return shape, boxes, local, Layout(scheme, tuple(cut.index for cut in cuts))
 
 
+_compute_boxes = lru_cache(4096)(compute_boxes)  # layers are alike, and an optimizer's states like their parameters
 _mesh_names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # a model has few meshes and many tensors
 
 

@@ -45,10 +45,10 @@ BYTES_PER_PARAMETER = 12  # fp32 weight, exp_avg, exp_avg_sq
 PARTS = (
     ("agreement before", "save.staged", "barrier, checks, same target, staging directory, shared storage"),
     ("Accelerate", "save.delegated", "accelerator.save_state itself, without DCP's syncs"),
+    ("RNG and progress", "save.progress", "config, this rank's generators and dataloader positions"),
     ("fingerprints", "save.fingerprints", "sums over the live shards; fsync and xxh3_128 of the files go on meanwhile"),
-    ("RNG and progress", "save.progress", "this rank's generators and dataloader positions"),
     ("fsync and checksum", "save.synced", "what is left of fsync and xxh3_128 of every file"),
-    ("manifest", "save.manifest", "optimizer facts, model facts, manifest.json with fsync"),
+    ("manifest", "save.manifest", "manifest.json with fsync"),
     ("commit", "save.renamed", "fsync of every directory, rename"),
     ("agreement after", "end", "fsync of the directories above, the owner's mark, the last agreement"),
 )
@@ -214,24 +214,24 @@ def measure(options: Options) -> RankResult:
 
 def save_once(accelerator: Any, kind: str, target: Path) -> Sample:
     """Save once, timed; ours with a time stamp at every point."""
-    from accel_fsdp_tools import phases, save, save_state
+    from accel_fsdp_tools import phases, save_state, sealing
 
     points: dict[str, float] = {}
     work: dict[str, float] = {}
-    seal_files = save.seal_files
+    seal_files = sealing.seal_files
 
     def seal(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
         try:
             return seal_files(*args, **kwargs)
         finally:
-            work["seal"] = time.perf_counter() - begin
+            work["seal"] = work.get("seal", 0.0) + time.perf_counter() - begin
 
     if kind == PLAIN:
         start, cpu = time.perf_counter(), time.process_time()
         accelerator.save_state(str(target))
         return Sample(kind, time.perf_counter() - start, time.process_time() - cpu, {}, {})
-    with mock.patch.object(save, "seal_files", seal):
+    with mock.patch.object(sealing, "seal_files", seal):
         previous = phases.set_observer(lambda point: points.setdefault(point, time.perf_counter() - start))
         try:
             start, cpu = time.perf_counter(), time.process_time()
@@ -244,7 +244,7 @@ def save_once(accelerator: Any, kind: str, target: Path) -> Sample:
 
 
 def rank_main(rank: int, port: int, options: Options, results: Any, measure: Callable[[Options], Any]) -> None:
-    """Entry point of a rank's process; puts what `measure` returns or the text of an error into `results`."""
+    """Entry point of a rank's process; puts what `measure` returns, or the text of an error into `results`."""
     os.environ.update(
         {
             "RANK": str(rank),

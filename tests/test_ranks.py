@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_fsdp_tools import ranks
+from accel_fsdp_tools import meetings, ranks
 from accel_fsdp_tools.errors import CallOrderError, MismatchError, RankFailedError, RankMissingError, UsageError
 from tests.harness import collect, run_ranks, run_ranks_expecting, start_ranks
 
@@ -183,11 +183,11 @@ def test_other_stores(tmp_path: Path, kind: str, missing: int) -> None:
 
     shared = dist.HashStore()
     present = 3 - missing
-    verdicts: dict[int, ranks._Verdict] = {}
+    verdicts: dict[int, meetings.Verdict] = {}
 
     def meet(rank: int) -> None:
         store = shared if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 3)
-        meeting = ranks._Meeting(dist.PrefixStore("default_pg", store), 1, rank, 3)
+        meeting = meetings.Meeting(dist.PrefixStore("default_pg", store), 1, rank, 3)
         verdicts[rank] = meeting.hold("saving", 2 if missing else 60)
 
     threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(present)]
@@ -197,6 +197,46 @@ def test_other_stores(tmp_path: Path, kind: str, missing: int) -> None:
         thread.join(60)
     assert sorted(verdicts) == list(range(present))
     assert {verdict.missing for verdict in verdicts.values()} == {(2,) if missing else None}
+
+
+def _use_two_threads() -> tuple[list[int], list[int]]:
+    """The main threads wait for each other while the ones in the background do, in another order on each rank."""
+    _init()
+    rank = ranks.get_rank()
+    channel = ranks.Channel("background")
+    with ranks.use_channel(channel):
+        ranks.get_control_group()
+    sums: dict[str, list[int]] = {"main": [], "background": []}
+    done = threading.Event()
+
+    def work() -> None:
+        with ranks.use_channel(channel):
+            for number in range(20):
+                if rank == 1:
+                    time.sleep(0.005)
+                sums["background"].append(sum(ranks.gather_all(100 * number + rank)))
+                ranks.wait_for_ranks("in the background", timeout_s=20)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for number in range(20):
+        if rank == 0:
+            time.sleep(0.005)
+        sums["main"].append(sum(ranks.gather_all(number + rank)))
+        ranks.wait_for_ranks("in the foreground", timeout_s=20)
+    # Rank 1 comes only when its thread is done, and that needs rank 0's, whose main thread waits in the store.
+    if rank == 1:
+        done.wait(20)
+    ranks.wait_for_ranks("at the end", timeout_s=25)
+    thread.join()
+    channel.close()
+    return sums["main"], sums["background"]
+
+
+def test_threads_on_channels_of_their_own_do_not_disturb_each_other(tmp_path: Path) -> None:
+    expected = ([2 * number + 1 for number in range(20)], [200 * number + 1 for number in range(20)])
+    assert run_ranks(_use_two_threads, folder=tmp_path) == [expected] * 2
 
 
 def _die() -> None:

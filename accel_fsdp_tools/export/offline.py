@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from ..background import wait_alone
 from ..errors import UsageError
 from ..files import fsync_directory, write_json_durably
 from ..findings import Finding
@@ -102,6 +103,7 @@ def export_checkpoint(
         UnsupportedError: it cannot be exported without guessing.
     """
     started = time.monotonic()
+    wait_alone()  # this process may be writing that checkpoint in the background
     _check_arguments(dtype, max_shard_size, state, verify, base, only, adapter, merge_adapter)
     target = Path(out).expanduser().absolute()
     check_target(target, Path(path).expanduser().absolute(), overwrite=overwrite)
