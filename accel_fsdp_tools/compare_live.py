@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .extents import DTYPE_SIZES, Box, DiskTensor, Part, Run, Shape
 from .findings import Finding, Severity
+from .fingerprint import view_bytes
 from .formats.reading import FileCache, read_into
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
     from .shards import LocalShard
 
-_BLOCK_BYTES = 1 << 20  # read and compared at once, while it is in the processor's cache
+_BLOCK_BYTES = 1 << 21  # read and compared at once, while it is in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def compare_shard(
             farthest is. Whole numbers are always compared exactly.
         odd: `name` is added if the share in memory holds NaN or infinity, or nothing but zeros.
 
-    Memory: two blocks of 1 MiB, or of one row; with a tolerance about ten for a block that differs.
+    Memory: two blocks of 2 MiB, or of one row; with a tolerance about ten for a block that differs.
     """
     if tuple(disk.shape) != tuple(shard.shape):
         message = f"{name} has shape {list(shard.shape)} in memory and {list(disk.shape)} in the checkpoint"
@@ -172,6 +175,8 @@ def _compare_block(
     if saved.dtype != view.dtype:
         saved = saved.to(view.dtype)
     live = view.detach().reshape(sizes)
+    if live.device.type == "cpu" and _have_equal_bytes(saved, live):
+        return
     saved = saved.to(live.device)
     a, b = _as_words(saved), _as_words(live)
     if torch.equal(a, b):
@@ -186,6 +191,17 @@ def _compare_block(
         values = saved.reshape(-1)[position].item(), live.reshape(-1)[position].item()
         tally.first = (_get_index(part, position, disk.shape), *values)
     tally.num_different += int(different.sum())
+
+
+def _have_equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous tensors in host memory hold the same bytes; four times as fast as `torch.equal`."""
+    if not (a.is_contiguous() and b.is_contiguous()):
+        return False
+    if not a.numel():
+        return True
+    num_bytes = a.numel() * a.element_size()
+    dtype = np.int64 if num_bytes % 8 == 0 else np.uint8
+    return bool(np.array_equal(np.frombuffer(view_bytes(a), dtype), np.frombuffer(view_bytes(b), dtype)))
 
 
 def _look_at_values(view: torch.Tensor, tally: _Tally) -> None:
