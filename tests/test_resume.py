@@ -31,7 +31,13 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("name", SETUPS)
+# What others cover together; the default run has to stay short.
+COVERED = ("fsdp2-full", "fsdp1-sharded", "fsdp1-full", "fsdp2-unused-frozen", "fsdp2-sgd")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.matrix) if name in COVERED else name for name in SETUPS]
+)
 def test_killed_and_resumed_is_the_run_that_never_stopped(tmp_path: Path, name: str) -> None:
     setup = SETUPS[name]
     kill_at = 7 if setup.accumulation == 2 else 11
