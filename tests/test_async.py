@@ -356,7 +356,7 @@ def _fill_the_disk(root: str, victim: int) -> tuple[Any, Any, Any]:
     return outcomes[0], outcomes[1], outcomes[2]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_a_disk_that_is_full_in_the_background(tmp_path: Path, victim: int) -> None:
     root = tmp_path / "root"
     for first, second, third in run_ranks(_fill_the_disk, str(root), victim, folder=tmp_path / "r"):
@@ -394,7 +394,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[Log]:
     return run_ranks(train, str(folder / "root"), SETUP, folder=folder / "r")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.matrix)])
 def test_killed_while_writing_in_the_background(tmp_path: Path, reference: list[Log], victim: int) -> None:
     root, folder = tmp_path / "root", tmp_path / "r1"
     outcomes = collect(start_ranks(_die_in_the_second_save, str(root), victim, folder=folder), folder=folder, grace_s=3)

@@ -36,6 +36,19 @@ POINTS = {
 }
 # Points that every rank passes; the others exist on rank 0 alone.
 ON_RANK_1 = ("save.staged", "between files", "save.progress", "save.checksums")
+# In every run of the tests: the moments at which something else is on disk than a moment before, and one on each rank
+# while files are written. The rest belongs to the matrix.
+ALWAYS = {
+    ("between files", 0),
+    ("save.delegated", 0),
+    ("save.manifest", 0),
+    ("save.set_aside", 0),
+    ("save.renamed", 0),
+    ("prune.set_aside", 0),
+    ("between files", 1),
+    ("save.checksums", 1),
+}
+KILLS = [*((point, 0) for point in POINTS), *((point, 1) for point in ON_RANK_1)]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +75,9 @@ def _train_and_die(root: str, point: str, victim: int) -> Any:
     return train(root, SETUP, kill_at_point=kill_at_point)
 
 
-@pytest.mark.parametrize(("point", "victim"), [*((point, 0) for point in POINTS), *((point, 1) for point in ON_RANK_1)])
+@pytest.mark.parametrize(
+    ("point", "victim"), [kill if kill in ALWAYS else pytest.param(*kill, marks=pytest.mark.matrix) for kill in KILLS]
+)
 def test_old_or_new_and_nothing_else(tmp_path: Path, reference: list[Log], point: str, victim: int) -> None:
     root = tmp_path / "root"
     folder = tmp_path / "r1"

@@ -292,7 +292,7 @@ def _compare_in_more_ways(path: str, setup: Setup) -> dict[str, VerifyReport]:
     return reports
 
 
-MORE = {name: SETUPS[name] for name in ("fsdp2", "fsdp1", "fsdp1-flat", "fsdp2-full-tied")}
+MORE = {name: SETUPS[name] for name in ("fsdp2", "fsdp1-flat", "fsdp2-full-tied")}
 
 
 def _find(report: VerifyReport, code: str) -> list[Any]:
