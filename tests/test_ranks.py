@@ -254,7 +254,7 @@ def _die() -> None:
 
 
 def test_harness_reports_a_killed_rank(tmp_path: Path) -> None:
-    outcomes = collect(start_ranks(_die, folder=tmp_path), folder=tmp_path)
+    outcomes = collect(start_ranks(_die, folder=tmp_path), folder=tmp_path, grace_s=2.0)
     assert outcomes[1].exit_code == -signal.SIGKILL
     assert not outcomes[0].finished
 
