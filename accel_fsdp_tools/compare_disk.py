@@ -14,11 +14,11 @@ from .disk_values import read_parameter_groups
 from .errors import UnsupportedError
 from .findings import Finding, Severity
 from .fingerprint import fingerprint_value
-from .formats.checkpoint import Checkpoint, Section
+from .formats.checkpoint import Checkpoint, Section, name_section
 from .formats.reading import FileCache
 from .opening import open_checkpoint
 from .optimizer_shards import describe_parameter_groups, iterate_optimizer_parameters, iterate_optimizer_shards
-from .prepared import NameFilter, Prepared, label_tensor, name_section
+from .prepared import NameFilter, Prepared, label_tensor
 from .ranks import gather_all, get_rank, run_together
 from .shards import LocalShard, iterate_local_shards
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import UsageError
+from .formats.checkpoint import name_section
 from .live import get_raw_optimizer
 from .shards import iterate_local_shards
 
@@ -45,11 +46,6 @@ def get_prepared(subject: Accelerator | torch.nn.Module, *, optimizers: bool = T
         )
     raw: tuple[Any, ...] = tuple(map(get_raw_optimizer, subject._optimizers)) if optimizers else ()
     return Prepared(tuple(models), raw)
-
-
-def name_section(kind: str, index: int) -> str:
-    """Return the name of a model's or optimizer's section of a checkpoint."""
-    return kind if index == 0 else f"{kind}_{index}"
 
 
 def label_tensor(kind: str, index: int, name: str) -> str:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from .exits import DIFFERENCE, GOOD
+from .parsing import parse_threads
 
 NAME = "export"
 HELP = "turn a checkpoint into the directory that save_pretrained would have written"
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
     parser.add_argument("--report", action="store_true", help="write export_report.json beside the weights")
-    parser.add_argument("--threads", metavar="N", type=_parse_threads, help="default: one per processor")
+    parser.add_argument("--threads", metavar="N", type=parse_threads, help="default: one per processor")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing if all went well")
 
@@ -77,12 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _parse_index(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no index; give 0 or more")
-    return int(text)
-
-
-def _parse_threads(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; give 1 or more")
     return int(text)
 
 

@@ -18,6 +18,7 @@ from ..errors import AccelFsdpError, DamagedCheckpointError
 from ..extents import DTYPE_SIZES, ByteRange, DiskTensor, Run
 from ..fingerprint import Fingerprint, fingerprint_bytes
 from ..formats.reading import FileCache, read_into
+from ..meter import Meter, Progress
 from .casting import cast_block
 from .computed import Compute
 from .outputs import OutputFile
@@ -34,7 +35,7 @@ from .planning import (
     name_tensor,
     plan_units,
 )
-from .workers import Meter, Progress, count_threads, run_units
+from .workers import count_threads, run_units
 from .writing import Writer, create_files, remove_files, sync_files
 
 

@@ -6,13 +6,13 @@ The export itself needs no torch and little memory; the child imports torch and 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from ..architecture.facts import ArchitectureFacts
 from ..errors import CheckpointNotFoundError, ManifestError, UnsupportedError
+from .children import make_environment
 
 _MODULE = "accel_fsdp_tools.describing"
 _MARK = "architecture: "
@@ -45,10 +45,7 @@ def describe_from_config(
         )
     command = [sys.executable, "-m", _MODULE, str(directory)]
     command += ["--trust-remote-code"] if trust_remote_code else []
-    # The child finds this package where this process has found it, installed or not.
-    root = str(Path(__file__).parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    environment = {**make_environment(), "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(  # noqa: S603 - this interpreter, this package
             command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment, errors="replace"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,10 +18,10 @@ from typing import Any
 
 from ..errors import RankFailedError
 from ..extents import DiskTensor
+from .children import make_environment
 
 _MARK = "load check: "
 _SEQUENCE = 16
-_ROOT = str(Path(__file__).parents[2])  # the child finds this package where this process has found it
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,8 @@ def check_load(
 
 def run_child(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a check in a process of its own, which finds this package where this process has found it."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])}
     return subprocess.run(  # noqa: S603 - this interpreter, and arguments that no shell sees
-        command, capture_output=True, text=True, check=False, env=environment
+        command, capture_output=True, text=True, check=False, env=make_environment()
     )
 
 

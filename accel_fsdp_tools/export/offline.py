@@ -12,6 +12,7 @@ from ..background import wait_alone
 from ..errors import UsageError
 from ..files import fsync_directory, write_json_durably
 from ..findings import Finding
+from ..meter import Progress
 from .companions import Companions, resolve_model, write_companions
 from .content import Choices
 from .copying import CopyResult, copy_tensors
@@ -23,7 +24,7 @@ from .proof import list_expected, prove_output, prove_tensors
 from .report import ExportReport
 from .settling import DTYPES, build_report, find_overflows, write_rest
 from .target import REPORT_NAME, check_space, check_target, replacing
-from .workers import Progress, count_threads
+from .workers import count_threads
 
 PROOFS = ("output", "load", "off")
 STATES = ("model", "optimizer")

@@ -21,10 +21,11 @@ from ..formats.checkpoint import OTHER
 from ..formats.gathering import split_part
 from ..formats.reading import FileCache, read_blocks
 from ..formats.safetensors_reader import read_safetensors
+from ..meter import Meter, Progress
 from .copying import CopyResult, check_recorded
 from .outputs import OutputFile
 from .planning import BLOCK_BYTES, UNIT_BYTES, cut, find_start, get_gather_bytes
-from .workers import Meter, Progress, count_threads, run_units
+from .workers import count_threads, run_units
 
 _ADVICE = "The storage does not keep what is written, or something else writes there. Export again, to another place."
 

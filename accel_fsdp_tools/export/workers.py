@@ -15,8 +15,6 @@ from typing import Generic, TypeVar
 MAX_THREADS = 16  # beyond, the page cache's own locks decide
 
 Unit = TypeVar("Unit")
-Progress = Callable[[int, int], None]
-"""Called with the bytes done so far and the bytes to do, from any thread, never from two at once."""
 
 
 def count_threads(num_threads: int | None) -> int:
@@ -25,22 +23,6 @@ def count_threads(num_threads: int | None) -> int:
         return max(1, num_threads)
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(available, MAX_THREADS)
-
-
-class Meter:
-    """Adds up the bytes that all threads have done, and tells the caller."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total = total
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._done = 0
-
-    def add(self, count: int) -> None:
-        if self._progress is not None:
-            with self._lock:
-                self._done += count
-                self._progress(self._done, self._total)
 
 
 class _Queue(Generic[Unit]):

@@ -9,11 +9,12 @@ from pathlib import Path
 from ..errors import UsageError
 from ..findings import VerifyReport
 from ..fingerprint import Fingerprint
+from ..meter import Progress
 from .gathering import Gatherer
 from .inventory import check_inventory
 from .judging import judge_files, judge_fingerprints, judge_values, look_at_scattered, note_unprotected
 from .optimizers import check_optimizers
-from .passes import Progress, Wanted, read_files
+from .passes import Wanted, read_files
 from .pickles import check_pickles
 from .plans import Key, make_plans
 from .ranks import check_ranks

@@ -19,14 +19,12 @@ from ..errors import DamagedCheckpointError
 from ..extents import DTYPE_SIZES, Box, Part, Run
 from ..fingerprint import Fingerprint, fingerprint_bytes, iterate_blocks
 from ..formats.zips import open_window
+from ..meter import Meter, Progress
 from .plans import FilePlan, Key, Span, Use, list_spans
 from .subject import PARSING_ERRORS
 from .values import SCANNED_DTYPES, Values
 
 BLOCK_BYTES = 1 << 20
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes read so far and the bytes to read, now and then, from any thread, never from two at once."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +51,6 @@ class FileResult:
     errors: list[Exception] = field(default_factory=list)
 
 
-class _Meter:
-    """Adds up the bytes that all threads have read, and tells the caller."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total = total
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._done = 0
-
-    def add(self, count: int) -> None:
-        if self._progress is not None:
-            with self._lock:
-                self._done += count
-                self._progress(self._done, self._total)
-
-
 def read_files(
     plans: tuple[FilePlan, ...], wanted: Wanted, *, num_threads: int, progress: Progress | None = None
 ) -> list[FileResult]:
@@ -76,7 +58,7 @@ def read_files(
 
     Memory: one buffer of 1 MiB per thread, and what numpy needs for one block.
     """
-    meter = _Meter(sum(plan.file.size_bytes for plan in plans), progress)
+    meter = Meter(sum(plan.file.size_bytes for plan in plans), progress)
     buffers = threading.local()
 
     def read(plan: FilePlan) -> FileResult:
@@ -98,7 +80,7 @@ def read_files(
 class _Reader:
     """One file's way through the buffer."""
 
-    def __init__(self, result: FileResult, wanted: Wanted, buffer: memoryview, meter: _Meter) -> None:
+    def __init__(self, result: FileResult, wanted: Wanted, buffer: memoryview, meter: Meter) -> None:
         self.result = result
         self.plan = result.plan
         self.wanted = wanted
