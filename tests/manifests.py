@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import uuid
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from accel_fsdp_tools.manifest import (
     TensorFacts,
     Topology,
     compute_digest,
+    read_manifest,
     write_manifest,
 )
 
@@ -56,3 +58,18 @@ def edit_manifest(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     raw = json.loads((path / MANIFEST_PATH).read_text())
     change(raw)
     (path / MANIFEST_PATH).write_text(json.dumps({**raw, "digest": compute_digest(raw)}))
+
+
+def reseal(path: Path) -> None:
+    """Make the manifest agree with the files as they are now: someone who can change files can change checksums."""
+    files = tuple(seal_files(path, [name for name in list_files(path) if name != MANIFEST_PATH]))
+    write_manifest(path, dataclasses.replace(read_manifest(path), files=files))
+
+
+def flip_bit(path: Path, position: int, bit: int = 0) -> None:
+    """Flip one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ (1 << bit)]))

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from accel_fsdp_tools.files import list_files, seal_files
 from accel_fsdp_tools.formats.zips import open_torch_zip, open_window
-from accel_fsdp_tools.manifest import DIRECTORY, MANIFEST_PATH, read_manifest, write_manifest
+from accel_fsdp_tools.manifest import DIRECTORY
 from tests.attacks import read_metadata, write_metadata
+from tests.manifests import flip_bit, reseal
 from tests.matrix import KINDS
 
 SHARDED, FULL = KINDS
@@ -53,16 +53,7 @@ def adapt(path: Path, variant: str) -> None:
     if variant == BARE:
         shutil.rmtree(path / DIRECTORY)
     elif variant == ADAPTED:
-        files = tuple(seal_files(path, [name for name in list_files(path) if name != MANIFEST_PATH]))
-        write_manifest(path, dataclasses.replace(read_manifest(path), files=files))
-
-
-def flip(path: Path, position: int, bit: int = 3) -> None:
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ (1 << bit)]))
+        reseal(path)
 
 
 def _flip_payload(path: Path) -> None:
@@ -81,11 +72,11 @@ def _flip_payload(path: Path) -> None:
     sizes = sorted({each.size_bytes for each in tensors or payloads.values()})
     size = sizes[-2] if len(tensors) > 1 and len(sizes) > 1 else sizes[-1]
     payload = next(each for each in tensors or payloads.values() if each.size_bytes == size)
-    flip(path, payload.offset + payload.size_bytes // 2)
+    flip_bit(path, payload.offset + payload.size_bytes // 2, 3)
 
 
 def _flip_middle(path: Path) -> None:
-    flip(path, path.stat().st_size // 2)
+    flip_bit(path, path.stat().st_size // 2, 3)
 
 
 def _truncate(path: Path) -> None:

@@ -32,12 +32,11 @@ from accel_fsdp_tools.manifest import (
     ModelFacts,
     OptimizerFacts,
     TensorFacts,
-    read_manifest,
     write_manifest,
 )
 from tests.attacks import BOMB_NAME, Bomb, read_metadata, replace_item, save_to_bytes, write_metadata
 from tests.harness import run_ranks
-from tests.manifests import edit_manifest, make_manifest
+from tests.manifests import edit_manifest, flip_bit, make_manifest, reseal
 from tests.training import Setup, build, train_batch
 
 ROOT = Path(__file__).parent.parent
@@ -120,20 +119,6 @@ def copy(made: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
         return target
 
     return make
-
-
-def _reseal(path: Path) -> None:
-    """Someone who can change files can change the checksums as well."""
-    files = tuple(seal_files(path, [name for name in list_files(path) if name != MANIFEST_PATH]))
-    write_manifest(path, dataclasses.replace(read_manifest(path), files=files))
-
-
-def _flip(path: Path, position: int, bit: int = 0) -> None:
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ (1 << bit)]))
 
 
 def _find(report: VerifyReport, code: str, severity: Severity = Severity.FAILURE) -> list[Finding]:
@@ -239,7 +224,7 @@ def test_what_the_trainer_writes_verifies_and_a_flipped_bit_is_found(tmp_path: P
     assert report.ok, str(report)
     assert report.counts["tensors"] == 48
     for name in ("rng_state_1.pth", "scheduler.pt", f"{OPTIMIZER}/__1_0.distcp"):
-        _flip(path / name, 120)  # in data.pkl
+        flip_bit(path / name, 120)  # in data.pkl
     report = verify_checkpoint(path)
     assert {each.path for each in _find(report, "crc")} == {
         "rng_state_1.pth",
@@ -262,11 +247,11 @@ def test_a_flipped_bit_anywhere_in_any_file_is_found(copy: Callable[..., Path], 
             (path / name, generator.randrange((path / name).stat().st_size), generator.randrange(8)) for name in names
         ]
         for flip in flips:
-            _flip(*flip)
+            flip_bit(*flip)
         report = verify_checkpoint(path)
         assert {each.path for each in _find(report, "checksum")} == set(names), flips
         for flip in flips:
-            _flip(*flip)
+            flip_bit(*flip)
     assert verify_checkpoint(path).ok
 
 
@@ -311,16 +296,16 @@ def test_without_a_manifest_crcs_find_every_bit_of_tensors_and_pickles(tmp_path:
     generator = random.Random(0)
     for position in generator.sample(sorted(covered), 200):
         bit = generator.randrange(8)
-        _flip(file, position, bit)
+        flip_bit(file, position, bit)
         assert _find(verify_checkpoint(tmp_path / "c"), "crc")[0].path == file.name
-        _flip(file, position, bit)
+        flip_bit(file, position, bit)
     good = _read(tmp_path / "c")
     # The rest is alignment, names, times and flags: not covered by a CRC, and not what a tensor is made of.
     for position in generator.sample(sorted(set(range(file.stat().st_size)) - covered), 100):
-        _flip(file, position)
+        flip_bit(file, position)
         if verify_checkpoint(tmp_path / "c").ok:
             assert _read(tmp_path / "c") == good
-        _flip(file, position)
+        flip_bit(file, position)
     assert verify_checkpoint(tmp_path / "c").ok
 
 
@@ -329,7 +314,7 @@ def test_without_a_manifest_the_damaged_tensor_is_named(copy: Callable[..., Path
     with open_window(path / "optimizer.bin") as window:
         archive = open_torch_zip(window)
         offset = max((archive.locate(name) for name in archive.entries), key=lambda each: each.size_bytes).offset
-    _flip(path / "optimizer.bin", offset + 5)
+    flip_bit(path / "optimizer.bin", offset + 5)
     (finding,) = _find(verify_checkpoint(path), "crc")
     assert finding.path == "optimizer.bin"
     assert finding.fqn is not None
@@ -345,7 +330,7 @@ def test_a_flipped_bit_in_dcps_metadata_never_raises(copy: Callable[..., Path]) 
     found = 0
     for _ in range(60):
         file.write_bytes(good)
-        _flip(file, generator.randrange(len(good)), generator.randrange(8))
+        flip_bit(file, generator.randrange(len(good)), generator.randrange(8))
         found += not verify_checkpoint(path).ok
     assert found > 40, "nothing protects it without a manifest, but little of it can change without a contradiction"
 
@@ -385,7 +370,7 @@ def _flip_payload(path: Path, made: dict[str, Path]) -> None:
     infos = read_metadata(path / MODEL).storage_data
     info = next(info for index, info in infos.items() if index.fqn.endswith(EMBEDDING))
     start = max(_list_protected(path / MODEL / info.relative_path, info.offset, info.length), key=len).start
-    _flip(path / MODEL / info.relative_path, start + 1000)
+    flip_bit(path / MODEL / info.relative_path, start + 1000)
 
 
 @_fault("truncated", code="changed", adapted={"damaged", "fingerprint"})
@@ -490,7 +475,7 @@ def test_a_fault_is_found_and_named(copy: Callable[..., Path], made: dict[str, P
     report = verify_checkpoint(path)
     assert not report.ok
     assert (code == "changed" and {"checksum", "size"} & _codes(report)) or code in _codes(report), str(report)
-    _reseal(path)
+    reseal(path)
     report = verify_checkpoint(path, fingerprints=True)
     assert not report.ok
     assert adapted & _codes(report) == adapted, str(report)
@@ -561,11 +546,11 @@ def test_a_flipped_bit_in_the_manifest_is_found(copy: Callable[..., Path]) -> No
     generator = random.Random(4)
     for _ in range(200):
         flip = generator.randrange(len(good)), generator.randrange(8)
-        _flip(file, *flip)
+        flip_bit(file, *flip)
         report = verify_checkpoint(path)
         # The case of an exponent or an escape: another byte that says the same.
         assert not report.ok or json.loads(file.read_bytes()) == json.loads(good), flip
-        _flip(file, *flip)
+        flip_bit(file, *flip)
     assert verify_checkpoint(path).ok
 
 
@@ -589,7 +574,7 @@ def test_a_manifest_of_wrong_types_never_raises(copy: Callable[..., Path], chang
 def test_a_manifest_that_is_no_json_does_not_stop_the_other_checks(copy: Callable[..., Path]) -> None:
     path = copy()
     (path / MANIFEST_PATH).write_bytes(b"\xff{")
-    _flip(path / "scheduler.bin", 200)
+    flip_bit(path / "scheduler.bin", 200)
     report = verify_checkpoint(path)
     assert "manifest" in _codes(report)
     assert _codes(report) & {"crc", "damaged"}
@@ -645,7 +630,7 @@ def test_a_hostile_pickle_is_named_and_not_executed(copy: Callable[..., Path], t
         (path / place).write_bytes(pickle.dumps(Bomb(canary)))
     else:
         (path / place).write_bytes(save_to_bytes({"state": Bomb(canary)}))
-    _reseal(path)
+    reseal(path)
     findings = _find(verify_checkpoint(path, fingerprints=True, allow_objects=["collections.Counter"]), "unsafe_pickle")
     assert all(BOMB_NAME in each.message for each in findings)
     assert {each.path for each in findings} == {place.replace(" item", "/__1_0.distcp").replace("//", "/")}

@@ -26,8 +26,9 @@ from accel_fsdp_tools.files import list_files
 from accel_fsdp_tools.findings import Finding, VerifyReport
 from tests import matrix, matrix_table
 from tests.harness import RankError, run_ranks
+from tests.manifests import flip_bit
 from tests.matrix import CELLS, CONFIGURATIONS, NOT_RUN, Cell, choose_sample
-from tests.matrix_disk import ADAPTED, DISK_FAULTS, FULL, SHARDED, WHOLE, adapt, flip, list_disk_faults
+from tests.matrix_disk import ADAPTED, DISK_FAULTS, FULL, SHARDED, WHOLE, adapt, list_disk_faults
 from tests.matrix_memory import MEMORY_FAULTS, is_named
 
 TABLE = Path(__file__).parent.parent / "docs" / "verify-matrix.md"
@@ -335,7 +336,7 @@ def _flip_and_load(path: str, cell: Cell) -> list[tuple[str, dict[str, Any] | No
         for _ in range(_FLIPS_PER_FILE):
             where = generator.randrange((Path(path) / name).stat().st_size), generator.randrange(8)
             if accelerator.is_main_process:
-                flip(Path(path) / name, *where)
+                flip_bit(Path(path) / name, *where)
             accelerator.wait_for_everyone()
             error = None
             try:
@@ -345,7 +346,7 @@ def _flip_and_load(path: str, cell: Cell) -> list[tuple[str, dict[str, Any] | No
             results.append((name, error, read_memory() == before))
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
-                flip(Path(path) / name, *where)
+                flip_bit(Path(path) / name, *where)
     accelerator.wait_for_everyone()
     load_state(accelerator, path)
     assert read_memory() != before
