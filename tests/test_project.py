@@ -39,7 +39,7 @@ LAYERS: list[set[str]] = [
     {"verify_states"},
     {"save", "load"},
     {"resuming"},
-    {"checkpointer", "cpu_fsdp"},
+    {"checkpointer", "cpu_fsdp", "trainer"},
     {"cli"},
 ]
 # `report` is vocabulary for the mechanisms above it; everything below `live` starts without torch, as does `--help`.

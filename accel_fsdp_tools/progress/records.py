@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -109,6 +110,23 @@ class LoaderProgress:
         """Whether nothing had been drawn from the loader: then there is nothing to restore."""
         is_at_start = self.state == "idle" and self.epoch == 0 and self.iteration == 0 and self.samples == 0
         return self.known and is_at_start
+
+    def end_pass(self) -> LoaderProgress:
+        """The same place for a loop that begins the next pass at once: a pass without another batch counts as ended.
+
+        The global random state is then for the caller to restore.
+        """
+        if self.state != "exhausted":
+            return self
+        return dataclasses.replace(
+            self,
+            state="idle",
+            epoch=self.epoch + 1,
+            batch=0,
+            samples_before_epoch=self.samples,
+            iteration=self.iteration + 1,
+            moments={"now": Moment(None, self.moments["now"].generators)} if self.moments else {},
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tensors, for JSON."""
