@@ -20,15 +20,13 @@ from ..resuming import ON_DAMAGE
 from ..retention import KeepBest, RetentionPolicy
 from .contract import check_trainer
 from .hooks import find_trainer, install
-from .run import Options, TrainingRun
-from .saving import move_files
+from .run import Options, TrainingRun, find_tokenizer
+from .saving import export_into
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
     from ..export import ExportReport
-
-_STAGING = ".export"
 
 
 class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
@@ -188,10 +186,8 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         trainer = self._require_trainer()
         options = {"overwrite": True, **options}
         if checkpoint is None:
-            tokenizer = self._options.tokenizer or trainer.processing_class
-            if "tokenizer" not in options and callable(getattr(tokenizer, "save_pretrained", None)):
-                options["tokenizer"] = tokenizer
-            return export_model(trainer.accelerator, None, out, **{"timeout_s": self._options.timeout_s, **options})
+            found = {"tokenizer": find_tokenizer(trainer, self._options), "timeout_s": self._options.timeout_s}
+            return export_model(trainer.accelerator, None, out, **{**found, **options})
         if checkpoint == "best":
             best = trainer.state.best_model_checkpoint
             if best is None:
@@ -203,6 +199,6 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     def export_into(self, directory: Path) -> None:
         """Write the model's files into a directory that may hold other things. Called by the hook of `save_model`."""
-        staging = directory.expanduser().absolute() / _STAGING
-        self.export(staging)
-        run_on_main("moving the export", lambda: move_files(staging, staging.parent))
+        trainer = self._require_trainer()
+        options = {"timeout_s": self._options.timeout_s, "tokenizer": find_tokenizer(trainer, self._options)}
+        export_into(trainer.accelerator, directory.expanduser().absolute(), **options)

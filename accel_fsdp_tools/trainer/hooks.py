@@ -93,7 +93,7 @@ def _train(owner: Owner, original: Callable[..., Any], *args: Any, **kwargs: Any
     try:
         path = run.open(call.arguments.get("resume_from_checkpoint"), call.arguments.get("trial"))
         call.arguments["resume_from_checkpoint"] = None if path is None else str(path)
-        with _functions_replaced(run):
+        with _functions_replaced(run), run.adapters_kept():
             return original(*call.args, **call.kwargs)
     finally:
         run.close()

@@ -23,14 +23,16 @@ from ..rng import RngSnapshot
 from ..save import get_run_id
 from ..survey import TRAINER, WRITER
 from ..verify_live import compare_with_checkpoint, require_verified
+from .adapters import ADAPTER_FILE, adapters_kept, check_adapter, is_adapter_of_fsdp1
 from .choosing import Order, choose_checkpoint
 from .contract import check_trainer, describe_run
 from .data import TrainingData
 from .loading import finish_load, load_fsdp_optimizer
-from .saving import KeepAsTrainer, clear_place, seal_checkpoint
+from .saving import KeepAsTrainer, clear_place, export_into, seal_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from transformers import Trainer
 
@@ -122,6 +124,10 @@ class TrainingRun:
         if get_rank() == 0:
             logger.log(logging.INFO if self.report.exact else logging.WARNING, "%s", self.report)
 
+    def adapters_kept(self) -> AbstractContextManager[None]:
+        """Keep the adapters of PEFT in what is saved and loaded meanwhile. Not collective."""
+        return adapters_kept(self._trainer)
+
     def load_optimizer(self, directory: Path) -> None:
         """Load the optimizer's state completely."""
         load_fsdp_optimizer(self._trainer, directory)
@@ -168,6 +174,9 @@ class TrainingRun:
         if directory is None:
             return
         trainer = self._trainer
+        run_on_main("looking for the adapter", lambda: check_adapter(trainer, directory))
+        if is_adapter_of_fsdp1(trainer) and run_on_main("looking", lambda: (directory / ADAPTER_FILE).exists()):
+            export_into(trainer.accelerator, directory, tokenizer=None)  # the Trainer's has no weights in it
         metrics = run_on_each("reading the metrics", lambda: to_numbers(_read_metrics(trainer)))
         loaders = run_on_each("looking at the training data", lambda: self._data.capture() if self._data else [])
         lineage = seal_checkpoint(
@@ -179,7 +188,7 @@ class TrainingRun:
             step=trainer.state.global_step,
             epoch=int(trainer.state.epoch or 0),
             loaders=loaders,
-            tokenizer=self._find_tokenizer(),
+            tokenizer=find_tokenizer(trainer, self._options),
             extra={WRITER: TRAINER, "trainer": describe_run(trainer), "metrics": metrics},
         )
         self._parent_id = lineage.checkpoint_id
@@ -198,14 +207,6 @@ class TrainingRun:
             return KeepAny((self._options.retention, _KeepNamed(name))) if name is not None else self._options.retention
         return None if not self._limit or self._limit < 0 else KeepAsTrainer(self._limit, name)
 
-    def _find_tokenizer(self) -> Any:
-        if self._options.tokenizer is not None:
-            return self._options.tokenizer
-        for each in (self._trainer.processing_class, getattr(self._trainer.data_collator, "tokenizer", None)):
-            if callable(getattr(each, "save_pretrained", None)):
-                return each
-        return None
-
     # -- end ----------------------------------------------------------------------------------------------------
 
     def check_best(self) -> None:
@@ -222,6 +223,14 @@ class TrainingRun:
         if self._limit is not None:
             self._trainer.args.save_total_limit = self._limit
         self._held.release()
+
+
+def find_tokenizer(trainer: Trainer, options: Options) -> Any:
+    """Return the tokenizer or processor to keep with the model, None if there is none."""
+    for each in (options.tokenizer, trainer.processing_class, getattr(trainer.data_collator, "tokenizer", None)):
+        if callable(getattr(each, "save_pretrained", None)):
+            return each
+    return None
 
 
 @dataclass(frozen=True)

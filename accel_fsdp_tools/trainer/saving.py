@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..assets import write_assets
+from ..export_live import export_model
 from ..files import fsync_directory
 from ..inventory import build_manifest, complete_manifest, draft_inventory, sum_up
 from ..manifest import DIRECTORY, Lineage, Manifest, write_manifest
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ..progress import LoaderProgress
 
 
+_STAGING = ".export"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -70,8 +72,15 @@ def clear_place(directory: Path, *, run_id: str) -> Path | None:
     return run_on_main("making room for the checkpoint", move)
 
 
-def move_files(source: Path, target: Path) -> None:
-    """Move an export's files into a directory with other things; weights of an earlier one make way. Not collective."""
+def export_into(accelerator: Accelerator, directory: Path, **options: Any) -> None:
+    """Export the model in memory into a directory that may hold other things. Collective."""
+    staging = directory / _STAGING
+    export_model(accelerator, None, staging, overwrite=True, **options)
+    run_on_main("moving the export", lambda: _move_files(staging, directory))
+
+
+def _move_files(source: Path, target: Path) -> None:
+    """Move an export's files into a directory with other things; weights of an earlier one make way."""
     files = [path for path in source.rglob("*") if path.is_file()]
     names = {path.relative_to(source).as_posix() for path in files}
     for old in target.glob("model*.safetensors*"):
