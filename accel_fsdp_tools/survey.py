@@ -24,7 +24,6 @@ from .retention import CheckpointFacts
 
 _PREFIX, _MIN_DIGITS = "step_", 8
 _TRAINER_NAME = re.compile(r"checkpoint-[0-9]+")
-WRITER, TRAINER = "writer", "trainer"  # in a manifest's `extra`: who gave the checkpoint its name
 _TRUSTED = {"checksums": (CHECKSUMS,), "sizes": (CHECKSUMS, SIZES), "all": (CHECKSUMS, SIZES, None)}
 
 
@@ -132,7 +131,7 @@ def is_own(name: str, manifest: Manifest | None) -> bool:
     digits = name.removeprefix(_PREFIX)
     if name.startswith(_PREFIX) and len(digits) >= _MIN_DIGITS and digits.isdecimal() and digits.isascii():
         return True
-    return bool(_TRAINER_NAME.fullmatch(name)) and (manifest is None or manifest.extra.get(WRITER) == TRAINER)
+    return bool(_TRAINER_NAME.fullmatch(name)) and (manifest is None or manifest.is_of_trainer)
 
 
 def _is_own(path: Path) -> bool:

@@ -13,7 +13,7 @@ from ..errors import CallOrderError, RngStateError, UsageError
 from ..holding import HeldRoot
 from ..keeping import settle_checkpoint
 from ..load_notes import LoadNotes
-from ..manifest import Lineage
+from ..manifest import TRAINER, WRITER, Lineage
 from ..prepared import get_prepared
 from ..ranks import get_rank, run_on_each, run_on_main, run_together, wait_for_ranks
 from ..report import LoadReport
@@ -21,7 +21,6 @@ from ..resuming import Resumed
 from ..retention import KeepAny, RetentionPolicy
 from ..rng import RngSnapshot
 from ..save import get_run_id
-from ..survey import TRAINER, WRITER
 from ..verify_live import compare_with_checkpoint, require_verified
 from .adapters import ADAPTER_FILE, adapters_kept, check_adapter, is_adapter_of_fsdp1
 from .choosing import Order, choose_checkpoint

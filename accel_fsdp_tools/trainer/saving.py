@@ -6,6 +6,7 @@ what makes the directory a checkpoint. Collective.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import uuid
@@ -129,6 +130,9 @@ def seal_checkpoint(
             num_pending=0,
             extra=extra,
         )
+        # The Trainer prepares loaders for evaluation too, which begin anew each time: they have no progress.
+        states = {**manifest.states, "data": {"count": len(loaders)}}
+        manifest = dataclasses.replace(manifest, states=states, num_dataloaders=len(loaders))
         with begin_sealing(directory) as sealing:
             inventory = sum_up(draft)
             files = finish_sealing(directory, [name for names in written for name in names], sealing)
