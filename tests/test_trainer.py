@@ -25,11 +25,15 @@ from .harness import RankError, run_ranks
 from .manifests import flip_bit
 from .trainers import (
     FULL,
+    NUM_EXAMPLES,
     SHARDED,
+    VOCABULARY,
     Outcome,
     Setup,
     find_callback,
     list_checkpoints,
+    make_arguments,
+    make_model,
     make_trainer,
     train,
 )
@@ -384,3 +388,58 @@ def test_a_rank_that_cannot_save_stops_all_and_the_checkpoint_does_not_count(tmp
     assert all(error is not None and "rank 1" in str(error).lower() for error in caught.value.errors.values())
     assert not has_manifest(tmp_path / "out" / "checkpoint-2")
     assert latest_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoint-1"
+
+
+# -- trainers derived from it ---------------------------------------------------------------------------------------
+
+
+def finetune(folder: str, resume: bool) -> tuple[list[tuple[int, float]], bool | None]:
+    """Train with TRL's SFTTrainer on words that nobody wrote."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    from accel_fsdp_tools import FSDPCheckpointCallback, enable_cpu_fsdp
+
+    enable_cpu_fsdp()
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
+    texts = [" ".join(f"w{2 + (row * 7 + at * 3) % 99}" for at in range(6 + row % 5)) for row in range(NUM_EXAMPLES)]
+    setup = Setup(folder)
+    base = make_arguments(setup)
+    names = (
+        "output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs save_strategy save_steps "
+        "logging_steps report_to disable_tqdm fsdp use_cpu learning_rate seed"
+    )
+    config = SFTConfig(
+        **{name: getattr(base, name) for name in names.split()},
+        fsdp_config={"version": 2, "state_dict_type": SHARDED, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        bf16=False,
+        gradient_checkpointing=False,
+        max_length=16,
+    )
+    callback = FSDPCheckpointCallback()
+    trainer = SFTTrainer(
+        model=make_model(setup),
+        args=config,
+        train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=tokenizer,
+        callbacks=[callback],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [(each["step"], each["loss"]) for each in trainer.state.log_history if "loss" in each]
+    return losses, None if callback.report is None else callback.report.exact
+
+
+def test_a_trainer_of_trl_resumes_exactly(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    whole = run_ranks(finetune, str(tmp_path / "whole"), False, folder=tmp_path / "ranks")
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+    resumed = run_ranks(finetune, str(tmp_path / "resumed"), True, folder=tmp_path / "ranks of resumed")
+    assert [each[0] for each in resumed] == [each[0] for each in whole]
+    assert [each[1] for each in resumed] == [True, True]
+    export_checkpoint(tmp_path / "resumed" / "checkpoint-6", tmp_path / "exported")
+    assert (tmp_path / "exported" / "tokenizer.json").exists()
