@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from accel_fsdp_tools.errors import (
     UsageError,
 )
 from accel_fsdp_tools.manifest import MANIFEST_PATH, has_manifest, read_manifest
+from accel_fsdp_tools.trainer.contract import check_trainer
 
 from .harness import RankError, run_ranks
 from .manifests import flip_bit
@@ -158,12 +160,17 @@ def test_damage_to_the_newest_falls_back_and_nothing_is_lost(runs: Any, tmp_path
     assert read_manifest(Path(setup.folder) / "checkpoint-4").lineage.attempt > 1
 
 
-def test_the_trainer_alone_takes_the_highest_number_even_if_it_is_empty(tmp_path: Path) -> None:
+def choose_alone(folder: str) -> str | None:
     from transformers.trainer_utils import get_last_checkpoint
 
-    (tmp_path / "checkpoint-9").mkdir()
-    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-9"), "fixed upstream: say so in the docs"
-    assert latest_checkpoint(tmp_path) is None
+    return get_last_checkpoint(folder)  # type: ignore[no-any-return]
+
+
+def test_the_trainer_alone_takes_the_highest_number_even_if_it_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoint-9").mkdir(parents=True)
+    chosen = run_ranks(choose_alone, str(tmp_path / "out"), folder=tmp_path / "ranks", world_size=1)
+    assert chosen == [str(tmp_path / "out" / "checkpoint-9")], "fixed upstream: say so in the docs"
+    assert latest_checkpoint(tmp_path / "out") is None
 
 
 def test_the_trainer_alone_goes_on_without_a_scheduler(runs: Any, tmp_path: Path) -> None:
@@ -195,8 +202,9 @@ def test_old_ones_go_only_after_the_new_one_is_committed(tmp_path: Path) -> None
     assert seen == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
     assert list_checkpoints(out) == ["checkpoint-1-merged", "checkpoint-3", "checkpoint-77"]
     plain = dataclasses.replace(setup, folder=str(tmp_path / "plain"), with_callback=False)
+    (tmp_path / "plain" / "checkpoint-1-merged").mkdir(parents=True)
     outcome = run_ranks(train, plain, folder=tmp_path / "ranks of plain")[0]
-    assert outcome.seen_at_save == [["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]]
+    assert outcome.seen_at_save == [["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]], "fixed upstream"
 
 
 def test_the_best_one_stays_is_loaded_at_the_end_and_exported(tmp_path: Path) -> None:
@@ -355,6 +363,17 @@ def test_mistakes_are_found_before_anything_happens(runs: Any, tmp_path: Path) -
 def test_without_fsdp_the_callback_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="under FSDP"):
         run_ranks(_make_plain, str(tmp_path / "out"), folder=tmp_path / "ranks", world_size=1)
+
+
+def test_deepspeed_and_xla_are_refused() -> None:
+    trainer = types.SimpleNamespace(args=None, is_deepspeed_enabled=True, is_fsdp_enabled=True)
+    with pytest.raises(UnsupportedError, match="DeepSpeed"):
+        check_trainer(trainer)  # type: ignore[arg-type]
+    trainer = types.SimpleNamespace(
+        args=None, is_deepspeed_enabled=False, is_fsdp_enabled=True, is_fsdp_xla_enabled=True
+    )
+    with pytest.raises(UnsupportedError, match="XLA"):
+        check_trainer(trainer)  # type: ignore[arg-type]
 
 
 def _make_plain(folder: str) -> None:

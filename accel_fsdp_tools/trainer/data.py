@@ -12,12 +12,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataProgressError
+from ..errors import DataProgressError, RngStateError
 from ..progress import DataTracker, LoaderProgress
+from ..ranks import get_rank
 from ..rng import RngSnapshot
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+def restore_checked(rng: RngSnapshot) -> None:
+    """Put the random state back and look whether it is there.
+
+    Raises:
+        RngStateError: it is not; names the generators.
+    """
+    rng.restore()
+    here, saved = RngSnapshot.capture().to_tensors("now"), rng.to_tensors("now")
+    wrong = [name for name in saved.keys() & here.keys() if not bool((saved[name] == here[name]).all())]
+    if wrong:
+        names = ", ".join(sorted(wrong))
+        raise RngStateError(f"rank {get_rank()}: {names} cannot be put back to what was saved", generator=names)
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,7 @@ class TrainingData:
         if self._rng is None:
             return False
         if not self._num_waiting:  # otherwise it came back with the loader's first batch
-            self._rng.restore()
+            restore_checked(self._rng)
         return True
 
     def answer_skip(self, loader: Any, num_batches: int) -> bool:

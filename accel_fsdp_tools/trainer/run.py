@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arguments import to_numbers
 from ..delegate import failures_come_last, sync_later
-from ..errors import CallOrderError, RngStateError, UsageError
+from ..errors import CallOrderError, UsageError
 from ..holding import HeldRoot
 from ..keeping import settle_checkpoint
 from ..load_notes import LoadNotes
@@ -25,7 +25,7 @@ from ..verify_live import compare_with_checkpoint, require_verified
 from .adapters import ADAPTER_FILE, adapters_kept, check_adapter, is_adapter_of_fsdp1
 from .choosing import Order, choose_checkpoint
 from .contract import check_trainer, describe_run
-from .data import TrainingData
+from .data import TrainingData, restore_checked
 from .loading import finish_load, load_fsdp_optimizer
 from .saving import KeepAsTrainer, clear_place, export_into, seal_checkpoint
 
@@ -107,7 +107,8 @@ class TrainingRun:
         if loader is None:
             raise CallOrderError("This Trainer has no training dataset, or hides it from its callbacks")
         trainer, options = self._trainer, self._options
-        self._limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
+        if trainer.args.save_total_limit is not None:  # not so when the Trainer begins again with a smaller batch
+            self._limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
         self._data = TrainingData(trainer.accelerator, loader)
         directory = self._resumed.path
         if directory is None:
@@ -144,11 +145,7 @@ class TrainingRun:
         due, self._rng_due = self._rng_due, None
         if due is None:
             return
-        due.restore()
-        here, saved = RngSnapshot.capture().to_tensors("now"), due.to_tensors("now")
-        wrong = [name for name in saved.keys() & here.keys() if not bool((saved[name] == here[name]).all())]
-        if wrong:
-            raise RngStateError(f"rank {get_rank()}: {', '.join(sorted(wrong))} is not the state that was saved")
+        restore_checked(due)
 
     # -- save ---------------------------------------------------------------------------------------------------
 
