@@ -183,10 +183,10 @@ def commit_staging(staging: Staging) -> None:
             shutil.rmtree(staging.set_aside)
         staging.final.rename(staging.set_aside)
         fsync_directory(staging.run_directory)
-    reach("save.set_aside")
     try:
+        reach("save.set_aside")
         staging.partial.rename(staging.final)
-    except OSError:
+    except BaseException:  # not only a failed rename: an interrupt must not leave the run without either
         if replaced:
             staging.set_aside.rename(staging.final)
         raise
