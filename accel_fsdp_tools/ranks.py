@@ -306,8 +306,20 @@ def _describe_failure(rank: int, error: BaseException) -> Outcome[Any]:
         known = error.rank is not None
         return Outcome(rank=rank, error=error if known else error.with_facts(rank=rank))
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    rank, error = _unwrap(rank, error)
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     return Outcome(rank=rank, cause_type=name, cause_message=str(error), cause_traceback=text)
+
+
+def _unwrap(rank: int, error: BaseException) -> tuple[int, BaseException]:
+    """Return whose error it is and the error itself: DCP raises one of its own on every rank, which holds them."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        first = min(failures)
+        inner = failures[first][0] if isinstance(failures[first], tuple) else failures[first]
+        if isinstance(first, int) and isinstance(inner, BaseException):
+            return first, inner
+    return rank, error
 
 
 def raise_first_failure(what: str, outcomes: list[Outcome[T]], original: BaseException | None = None) -> None:
@@ -315,10 +327,10 @@ def raise_first_failure(what: str, outcomes: list[Outcome[T]], original: BaseExc
     failed = [outcome for outcome in outcomes if outcome.failed]
     if not failed:
         return
-    first = failed[0]
+    first = min(failed, key=lambda outcome: outcome.rank)
     if first.error is not None:
         raise first.error from (original if original is not first.error else None)
-    ranks = tuple(outcome.rank for outcome in failed)
+    ranks = tuple(sorted({outcome.rank for outcome in failed}))
     others = f" (ranks {', '.join(map(str, ranks))} failed; this is the first)" if len(ranks) > 1 else ""
     raise RankFailedError(
         f"{what}: rank {first.rank} failed with {first.cause_type}: {first.cause_message}{others}",
