@@ -289,6 +289,7 @@ def delete_checkpoint(path: Path, run_id: str) -> bool:
     except OSError as error:
         if error.errno not in _FULL:
             raise
+        close_staging(staging)
         return _delete_in_place(path)
     condemned = staging.run_directory / f"{path.name}{_DELETED}"
     shutil.rmtree(condemned, ignore_errors=True)

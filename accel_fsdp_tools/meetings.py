@@ -48,9 +48,8 @@ def find_missing(meeting: Meeting, what: str, waited_s: float) -> RankMissingErr
         verdict = _ask_store(what, BREAK_S, lambda: meeting.hold(f"{waited_s:.3f}", BREAK_S))
     except RankMissingError as error:
         return error
-    missing, late = verdict.missing or (), ()
-    if verdict.calls:
-        late = tuple(verdict.calls[min(verdict.calls, key=float)])
+    missing = verdict.missing or ()
+    late = tuple(verdict.calls[min(verdict.calls, key=float)]) if verdict.calls else ()
     if meeting.rank in missing:
         text = f"this rank, {meeting.rank}, came too late: rank {verdict.decided_by} had given up on it."
     elif missing:

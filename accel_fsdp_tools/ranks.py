@@ -241,8 +241,9 @@ def run_together(what: str, part: Callable[[], T]) -> list[T]:
     `part` itself must not enter a collective that a failing rank could leave others waiting in. An error of this
     package keeps its class and gains the fact `rank`; any other becomes a `RankFailedError` whose `__cause__` is
     the original on the rank where it happened. A rank that dies, or does not come within `get_timeout_s()`, is named
-    by a `RankMissingError` on the others, and on itself should it come later. Errors that derive from BaseException only are handled as well
-    (torch's CheckpointException is one), except KeyboardInterrupt and SystemExit, which are raised at once.
+    by a `RankMissingError` on the others, and on itself should it come later. Errors that derive from BaseException
+    only are handled as well (torch's CheckpointException is one), except KeyboardInterrupt and SystemExit, which are
+    raised at once.
     """
     rank = get_rank()
     original: BaseException | None = None

@@ -122,7 +122,7 @@ def generate_cells() -> list[Cell]:
 
 
 def choose_sample() -> list[Cell]:
-    """Return one cell per place, such that each kind, rank and mode occurs; few that take long, or ranks of their own."""
+    """Return one cell per place; each kind, rank and mode occurs, those rarely that wait or need ranks of their own."""
     kinds = {"save.staged": STALL, "save.checksums": STALL, "save.delegated": KILL, "save.renamed": KILL}
     chosen = []
     for number, (name, place) in enumerate(PLACES.items()):

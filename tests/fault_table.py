@@ -8,11 +8,11 @@ from tests.fault_matrix import ASYNC, BREAK_S, FULL, KILL, KINDS, PLACES, STALL,
 
 _HEAD = f"""# What is left of a save that fails
 
-Written by `pytest -m matrix tests/test_fault_matrix.py`; the default test run takes a sample of it. A root holds a good
-checkpoint. The next save, on {WORLD} ranks under FSDP2, meets one fault at one point on one rank: an error is raised
-(EIO, EDQUOT, MemoryError, RuntimeError in turns), the process is killed (SIGKILL), it sleeps until all others have given
-up on it, or the disk is full from there on (the kernel lets no file grow, no directory can be made or synced). Then fresh
-ranks resume from what is there. In every cell:
+Written by `pytest -m matrix tests/test_fault_matrix.py`; the default test run takes a sample of it. A root holds a
+good checkpoint. The next save, on {WORLD} ranks under FSDP2, meets one fault at one point on one rank: an error is
+raised (EIO, EDQUOT, MemoryError, RuntimeError in turns), the process is killed (SIGKILL), it sleeps until all others
+have given up on it, or the disk is full from there on (the kernel lets no file grow, no directory can be made or
+synced). Then fresh ranks resume from what is there. In every cell:
 
 - What they load is bit for bit the old state or the new one; every committed checkpoint passes `verify_checkpoint`; the
   files of the old one are unchanged (pruned ones apart); nothing is quarantined; what was partial is gone.
@@ -68,7 +68,7 @@ def _list_waits(verdicts: Sequence[Verdict]) -> Iterable[str]:
         ]
         yield f"| {kind} | {waits[0]:.1f} s | {waits[1]:.1f} s |"
     notes = {
-        STALL: "in the background twice the timeout, since the training's thread of the rank that sleeps comes late too",
+        STALL: "in the background up to twice the timeout: the training of the rank that sleeps comes late too",
         KILL: "a rank that is inside a stage notices at once; one that first meets the others waits for the timeout",
         FULL: "no wait at all",
     }

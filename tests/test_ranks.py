@@ -266,11 +266,9 @@ def _break(how: str, victim: int, folder: str) -> list[tuple[int | None, tuple[i
 
         if stage is not ranks.run_together and rank == victim and (rank or stage is ranks.gather_all):
             part()
+        arguments = (0,) if stage is ranks.gather_all else ("writing", part)
         with pytest.raises(RankMissingError) as caught:
-            if stage is ranks.gather_all:
-                stage(0)
-            else:
-                stage("writing", part)
+            stage(*arguments)
         if rank == 2 - (victim == 2):
             awake.touch()
         told.append((caught.value.rank, caught.value.missing_ranks, str(caught.value)))
