@@ -16,7 +16,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -200,12 +200,7 @@ class _Fault:
 
     def _sleep(self) -> None:
         """Come back when all others have raised."""
-        others = [self.folder / f"told_{rank}.json" for rank in range(WORLD) if rank != self.rank]
-        deadline = time.monotonic() + CAP_S
-        while not all(path.exists() for path in others):
-            if time.monotonic() > deadline:
-                raise TimeoutError("the other ranks hang")
-            time.sleep(0.02)
+        _wait_for(self.folder / f"told_{rank}.json" for rank in range(WORLD) if rank != self.rank)
 
     def _fill_the_disk(self) -> None:
         """From here on no file of this process grows (the kernel's doing), and no directory can be made or synced."""
@@ -218,6 +213,15 @@ class _Fault:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, old[1]))
         self._set(os, "mkdir", refuse)
         self._set(os, "fsync", refuse)
+
+
+def _wait_for(paths: Iterable[Path]) -> None:
+    deadline = time.monotonic() + CAP_S
+    for path in paths:
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path.name} does not come: somebody hangs")
+            time.sleep(0.02)
 
 
 def _digest(objects: Objects) -> str:
@@ -287,6 +291,8 @@ def _run_one(objects: Objects, cell: Cell, folder: Path, number: int) -> None:
         temporary = folder / f"told_{rank}.tmp"
         temporary.write_text(json.dumps(told))
         temporary.rename(folder / f"told_{rank}.json")
+        if cell.kind == STALL:  # rank 0 keeps the store, which the one that slept still needs
+            _wait_for([folder / f"told_{cell.victim}.json"])
         if not cell.is_last:
             objects.accelerator.wait_for_everyone()
 
