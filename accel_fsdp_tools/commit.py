@@ -259,6 +259,11 @@ def recover(root: Path) -> list[str]:
                 done.append(f"removed {left.relative_to(root)}, left by a run that ended before completing it")
         if not alive:
             with contextlib.suppress(OSError):
+                if (
+                    is_quiet
+                ):  # else it may be a run that is just beginning: it writes its owner under another name first
+                    for left in run_directory.iterdir():
+                        left.unlink()
                 owner.unlink(missing_ok=True)
                 run_directory.rmdir()
     with contextlib.suppress(OSError):

@@ -245,7 +245,9 @@ def _run_on_ranks(cells: list[tuple[Cell, str]]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=DEFAULT_GROUP_S if cells[0][0].is_last else 60))
     objects = build(SETUP, seed=1)
     for number, (cell, folder) in enumerate(cells):
-        _run_one(objects, cell, Path(folder), number)
+        # Where a rank is dead, closing raises once more what was told already.
+        with contextlib.suppress(*([AccelFsdpError] if cell.kind == KILL else [])):
+            _run_one(objects, cell, Path(folder), number)
 
 
 def _run_one(objects: Objects, cell: Cell, folder: Path, number: int) -> None:

@@ -104,6 +104,18 @@ def test_sweeping_removes_dead_partials_only(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / PARTIAL).iterdir()] == ["alive"]
 
 
+def test_a_run_that_died_while_it_put_down_its_name_is_swept_once_it_is_quiet(tmp_path: Path) -> None:
+    left = tmp_path / PARTIAL / "dead" / f".{OWNER_NAME}.123.tmp"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    recover(tmp_path)
+    assert left.exists(), "it may be one that is just beginning"
+    old = time.time() - 1000
+    os.utime(left.parent, (old, old))
+    recover(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_killed_process_counts_as_dead(tmp_path: Path) -> None:
     code = (
         "import os, signal; from pathlib import Path; from accel_fsdp_tools.commit import open_staging;"
