@@ -183,6 +183,19 @@ def _save_sharded(state_dict: dict[str, Any], save: Callable[..., Any], **kwargs
     save(state_dict, process_group=get_control_group() if get_world_size() > 1 else None, **kwargs)
 
 
+def make_directories(accelerator: Accelerator, directory: Path) -> None:
+    """Make the directories into which Accelerate will write. By rank 0, where its failure is told to all.
+
+    Accelerate lets each rank make them between two collectives: one that cannot would leave the others waiting there.
+    """
+    kind = accelerator.state.fsdp_plugin.state_dict_type.name if is_fsdp(accelerator) else None
+    if kind == layout.SHARDED:
+        for index in range(len(accelerator._models)):
+            layout.get_model_path(directory, index, kind).parent.mkdir()
+        for index in range(len(accelerator._optimizers)):
+            layout.get_optimizer_path(directory, index, kind).parent.mkdir()
+
+
 def save_with_accelerate(accelerator: Accelerator, directory: Path) -> None:
     """Let Accelerate write into `directory`. Collective. The optimizers' state is as before afterwards.
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from .errors import RankMismatchError, UnsupportedError
 from .fingerprint import Fingerprint
-from .ranks import get_control_group, get_rank, get_world_size
+from .ranks import get_control_group, get_rank, get_world_size, naming_missing
 from .shards import OUTSIDE, WHOLE, Layout
 from .statistics import TensorStatistics
 from .weighted_sums import MASK, get_multipliers
@@ -208,6 +208,7 @@ def _reduce(array: Any, operation: str, *, is_exact: bool = True) -> None:
     import torch.distributed as dist
 
     tensor = torch.from_numpy(array)
-    dist.all_reduce(tensor, getattr(dist.ReduceOp, operation), group=get_control_group())
-    if not is_exact:  # the order of additions is the back end's affair, a verdict must be every rank's
-        dist.broadcast(tensor, 0, group=get_control_group())
+    with naming_missing("adding up fingerprints"):
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation), group=get_control_group())
+        if not is_exact:  # the order of additions is the back end's affair, a verdict must be every rank's
+            dist.broadcast(tensor, 0, group=get_control_group())

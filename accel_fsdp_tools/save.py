@@ -18,7 +18,7 @@ from . import background
 from .assets import write_assets
 from .background import PendingSave
 from .commit import Staging, commit_staging, discard_staging, open_staging
-from .delegate import Write, copy_with_accelerate, iterate_live, save_with_accelerate, write_all
+from .delegate import Write, copy_with_accelerate, iterate_live, make_directories, save_with_accelerate, write_all
 from .host_copies import HostCopies
 from .inventory import Draft, build_manifest, complete_manifest, draft_inventory, sum_up
 from .manifest import DIRECTORY, Lineage, Manifest, write_manifest
@@ -242,7 +242,7 @@ def _begin(accelerator: Accelerator, output_dir: Path, order: SaveOrder, *, copi
     staging = run_on_main("opening the checkpoint", lambda: open_staging(final, run_id))
     lineage = broadcast(Lineage(uuid.uuid4().hex, run_id, order.attempt, order.parent_id))
     with _discarded_on_failure(staging), contextlib.ExitStack() as stack:
-        run_together("looking for the shared storage", lambda: check_shared(staging))
+        run_together("looking for the shared storage", lambda: _look_and_prepare(accelerator, staging))
         if copies is not None:
             stack.enter_context(copies.taking(iterate_live(accelerator)))
         rng = RngSnapshot.capture()
@@ -267,6 +267,12 @@ def _begin(accelerator: Accelerator, output_dir: Path, order: SaveOrder, *, copi
             extra=order.extra,
         )
     return _Begun(staging, manifest, draft, [name for names in written for name in names], writes, channel)
+
+
+def _look_and_prepare(accelerator: Accelerator, staging: Staging) -> None:
+    check_shared(staging)
+    if get_rank() == 0:
+        make_directories(accelerator, staging.partial)
 
 
 def _check_before(accelerator: Accelerator, final: Path, order: SaveOrder) -> list[LoaderProgress]:
