@@ -14,6 +14,7 @@ from .findings import Finding, Severity
 from .live_fingerprints import Measured, Wanted, measure_model, measure_optimizer
 from .manifest import Manifest
 from .prepared import NameFilter, Prepared, label_tensor, skip_aliases
+from .proven import NOTHING_PROVEN, Proven
 from .shards import iterate_local_shards
 from .statistics import RELATIVE_TOLERANCE, TensorStatistics, get_cast_precision
 
@@ -30,6 +31,7 @@ class Measurement:
     measured: Measured
     is_chosen: NameFilter
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    proven: frozenset[str] = frozenset()  # not summed up: they are what was recorded
 
     def list_statistics(self) -> dict[str, TensorStatistics]:
         """Return the chosen tensors' statistics by label."""
@@ -38,20 +40,36 @@ class Measurement:
 
 
 def measure_prepared(
-    prepared: Prepared, is_chosen: NameFilter, *, fingerprints: bool = False, statistics: bool = False
+    prepared: Prepared,
+    is_chosen: NameFilter,
+    *,
+    fingerprints: bool = False,
+    statistics: bool = False,
+    proven: Proven = NOTHING_PROVEN,
 ) -> tuple[Measurement, ...]:
-    """Sum up all models and optimizers, over all ranks. Collective; one pass over local memory, nothing is copied."""
+    """Sum up all models and optimizers, over all ranks. Collective; one pass over local memory, nothing is copied.
+
+    Args:
+        proven: what is left out, because it has the fingerprint that was recorded.
+    """
     measurements = []
     for index, model in enumerate(prepared.models):
-        wanted = Wanted(fingerprints, statistics, skip_aliases(model, is_chosen))
+        names = proven.get_names("model", index)
+        chosen = skip_aliases(model, is_chosen)
+        measured = measure_model(model, Wanted(fingerprints, statistics, _leave_out(names, chosen)))
         dtypes = {shard.fqn: shard.dtype for shard in iterate_local_shards(model)}
-        measurements.append(Measurement("model", index, measure_model(model, wanted), wanted.is_chosen, dtypes))
+        measurements.append(Measurement("model", index, measured, chosen, dtypes, names))
     for index, optimizer in enumerate(prepared.optimizers):
+        names = proven.get_names("optimizer", index)
         model = prepared.models[index]
-        wanted = Wanted(fingerprints, statistics, skip_aliases(model, is_chosen))
-        measured = measure_optimizer(model, optimizer, wanted)
-        measurements.append(Measurement("optimizer", index, measured, wanted.is_chosen))
+        chosen = skip_aliases(model, is_chosen)
+        measured = measure_optimizer(model, optimizer, Wanted(fingerprints, statistics, _leave_out(names, chosen)))
+        measurements.append(Measurement("optimizer", index, measured, chosen, proven=names))
     return tuple(measurements)
+
+
+def _leave_out(names: frozenset[str], is_chosen: NameFilter) -> NameFilter:
+    return lambda name: name not in names and is_chosen(name)
 
 
 def list_all_statistics(measurements: Iterable[Measurement]) -> dict[str, TensorStatistics]:
@@ -96,7 +114,7 @@ def _match(measurement: Measurement, saved: Mapping[str, str | None], counts: di
         label = label_tensor(measurement.kind, measurement.index, name)
         counts["tensors"] += 1
         expected = saved.get(name)
-        actual = str(live[name]) if name in live else None
+        actual = str(live[name]) if name in live else expected if name in measurement.proven else None
         if expected is None and name in saved:
             continue  # its copies differed at the save: nothing was recorded
         if expected == actual:

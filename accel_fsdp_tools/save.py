@@ -20,7 +20,8 @@ from .background import PendingSave
 from .commit import Staging, commit_staging, discard_staging, open_staging
 from .delegate import Write, copy_with_accelerate, iterate_live, save_with_accelerate, write_all
 from .host_copies import HostCopies
-from .inventory import Draft, build_manifest, complete_manifest, draft_inventory, sum_up
+from .inventory import Draft, Inventory, build_manifest, complete_manifest, digest_held, draft_inventory, sum_up
+from .local_digests import write_digests
 from .manifest import DIRECTORY, Lineage, Manifest, write_manifest
 from .phases import reach
 from .rank_objects import EncodedObject, encode_object, find_different, write_rank_objects
@@ -283,7 +284,11 @@ def _complete(begun: _Begun, pending: PendingSave | None = None) -> None:
             run_together("writing the checkpoint", lambda: _write(writes))
         with begin_sealing(staging.partial) as sealing:
             inventory = sum_up(begun.draft)
-            files = finish_sealing(staging.partial, begun.written, sealing)
+            written = begun.written
+            if inventory.has_fingerprints:
+                each = run_together("recording what each rank holds", lambda: _write_digests(begun, inventory))
+                written = [*written, *(name for names in each for name in names)]
+            files = finish_sealing(staging.partial, written, sealing)
         run_together("judging whether to commit", require_wanted)
         manifest = complete_manifest(begun.manifest, inventory, files)
         run_on_main("committing", lambda: _commit(staging, manifest))
@@ -369,6 +374,12 @@ def _write_rank_state(
     reach("save.rng")
     reach("save.progress")
     return [path.relative_to(staging.partial).as_posix() for path in paths]
+
+
+def _write_digests(begun: _Begun, inventory: Inventory) -> list[str]:
+    partial = begun.staging.partial
+    paths = write_digests(partial, get_rank(), digest_held(begun.draft, inventory), world_size=get_world_size())
+    return [path.relative_to(partial).as_posix() for path in paths]
 
 
 def _commit(staging: Staging, manifest: Manifest) -> None:

@@ -31,6 +31,7 @@ from .errors import DamagedCheckpointError, MismatchError, UsageError
 from .findings import PLAIN_VERDICTS, Finding, VerifyReport
 from .manifest import Manifest, has_manifest, read_manifest
 from .prepared import NameFilter, Prepared, get_prepared, make_filter
+from .proven import NOTHING_PROVEN, Proven, find_proven
 from .statistics import TensorStatistics
 
 if TYPE_CHECKING:
@@ -121,7 +122,10 @@ def compare_with_checkpoint(
     rows: Mapping[str, Mapping[str, object]] = {}
     findings: list[Finding] = []
     hints: list[Finding] = []
-    measurements = _measure(prepared, is_chosen, used, has_fingerprints)
+    proven = NOTHING_PROVEN
+    if manifest is not None and has_fingerprints and used in ("fingerprint", "full"):
+        proven = find_proven(prepared, directory, manifest, is_chosen)
+    measurements = _measure(prepared, is_chosen, used, has_fingerprints, proven)
     if manifest is not None:
         hints += compare_requires_grad(prepared, manifest, is_chosen)
         if has_fingerprints and used in ("fingerprint", "full"):
@@ -154,8 +158,8 @@ def compare_with_checkpoint(
     damage = []
     if used == "full" and (checks_sums or manifest is None):
         # What equals memory, which has the fingerprints of the save, is what was saved: no need to read it again.
-        proven = has_fingerprints and tolerance.is_exact and is_whole
-        damage = check_disk(directory, manifest, counts, skips_tensors=proven and bool(prepared.optimizers))
+        skips_tensors = has_fingerprints and tolerance.is_exact and is_whole and bool(prepared.optimizers)
+        damage = check_disk(directory, manifest, counts, skips_tensors=skips_tensors)
     return VerifyReport(
         path=str(directory),
         mode=used,
@@ -167,12 +171,16 @@ def compare_with_checkpoint(
     )
 
 
-def _measure(prepared: Prepared, is_chosen: NameFilter, used: str, has_fingerprints: bool) -> tuple[Measurement, ...]:
+def _measure(
+    prepared: Prepared, is_chosen: NameFilter, used: str, has_fingerprints: bool, proven: Proven
+) -> tuple[Measurement, ...]:
     wants_fingerprints = has_fingerprints and used in ("fingerprint", "full")
     wants_statistics = used == "stats"
     if not wants_fingerprints and not wants_statistics:
         return ()
-    return measure_prepared(prepared, is_chosen, fingerprints=wants_fingerprints, statistics=wants_statistics)
+    return measure_prepared(
+        prepared, is_chosen, fingerprints=wants_fingerprints, statistics=wants_statistics, proven=proven
+    )
 
 
 def _choose_labels(labels: set[str]) -> NameFilter:
