@@ -153,7 +153,7 @@ def fingerprint_tensor(tensor: torch.Tensor, part: Part, shape: Shape) -> Finger
         raise UsageError(f"A tensor of shape {tuple(tensor.shape)} is not {part}", expected=part.sizes)
     if tensor.numel() == 0:
         return Fingerprint()
-    if tensor.device.type == "cpu" and _is_plain(tensor):
+    if tensor.device.type == "cpu" and is_plain(tensor):
         return fingerprint_bytes(view_bytes(tensor), dtype, part, shape)
     result = Fingerprint()
     for offset, inner, block in _iterate_plain_blocks(tensor):
@@ -179,14 +179,14 @@ def iterate_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise UnsupportedError(f"The bytes of a tensor on {tensor.device}, {tensor.layout} cannot be read")
     tensor = tensor.detach()
-    if _is_plain(tensor):
+    if is_plain(tensor):
         yield view_bytes(tensor)
         return
     for _, _, block in _iterate_plain_blocks(tensor):
         yield view_bytes(block)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the elements lie in memory one after another, as they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
@@ -197,7 +197,7 @@ def _iterate_plain_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Box, torc
 
     limit = _DEVICE_CHUNK * 4 // max(4, tensor.element_size())
     scratch = None
-    if not _is_plain(tensor):
+    if not is_plain(tensor):
         scratch = torch.empty(min(limit, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
     for offset, inner in iterate_blocks(tuple(tensor.shape), limit):
         block = _narrow(tensor, inner)

@@ -57,23 +57,48 @@ def is_held(shard: LocalShard) -> bool:
     return shard.kind == "value" or bool(shard.parts)
 
 
-def digest_shard(shard: LocalShard, fingerprint: str | None) -> str | None:
+class ShareDigest:
+    """The digest of what this rank holds of a tensor, to be fed with the bytes of the local tensor in their order."""
+
+    def __init__(self, shard: LocalShard, fingerprint: str) -> None:
+        """Begin with where the bytes belong.
+
+        Args:
+            fingerprint: of the whole tensor.
+        """
+        tensor = shard.tensor
+        sizes = () if tensor is None else tuple(tensor.shape)
+        # Which parts, and in which order their elements lie in the local tensor, follows from these.
+        header = repr((fingerprint, shard.dtype, shard.shape, sizes, shard.parts))
+        self._digest = xxhash.xxh3_64(header.encode())
+        self._bytes_left = 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+    def update(self, block: memoryview) -> None:
+        """Add the bytes that follow."""
+        self._digest.update(block)
+        self._bytes_left -= len(block)
+
+    def finish(self) -> str | None:
+        """Return the digest; None if it was not given as many bytes as there are."""
+        return None if self._bytes_left else self._digest.hexdigest()
+
+
+def can_digest(shard: LocalShard) -> bool:
+    """Whether this rank holds something of a tensor in host memory."""
+    return shard.tensor is not None and bool(shard.parts) and shard.tensor.device.type == "cpu"
+
+
+def digest_shard(shard: LocalShard, fingerprint: str) -> str | None:
     """Return the digest of what this rank holds of a tensor; None for what is not in host memory, or no tensor.
 
-    Reads the memory once, without a copy where it is contiguous.
-
-    Args:
-        fingerprint: of the whole tensor; without one there is no digest either.
+    Reads the memory once, without a copy where it is contiguous. `fingerprint` is that of the whole tensor.
     """
-    tensor = shard.tensor
-    if fingerprint is None or tensor is None or not shard.parts or tensor.device.type != "cpu":
+    if shard.tensor is None or not can_digest(shard):
         return None
-    # Which parts, and in which order their elements lie in the local tensor, follows from these.
-    header = repr((fingerprint, shard.dtype, shard.shape, tuple(tensor.shape), shard.parts))
-    digest = xxhash.xxh3_64(header.encode())
-    for block in iterate_bytes(tensor):
+    digest = ShareDigest(shard, fingerprint)
+    for block in iterate_bytes(shard.tensor):
         digest.update(block)
-    return digest.hexdigest()
+    return digest.finish()
 
 
 def digest_shards(shards: Iterable[LocalShard], fingerprints: Mapping[str, str]) -> dict[str, str | None]:
@@ -82,11 +107,11 @@ def digest_shards(shards: Iterable[LocalShard], fingerprints: Mapping[str, str])
     Args:
         fingerprints: of the whole tensors, by name.
     """
-    return {
-        name_shard(shard): digest_shard(shard, fingerprints.get(name_shard(shard)))
-        for shard in shards
-        if is_held(shard)
-    }
+    found: dict[str, str | None] = {}
+    for shard in filter(is_held, shards):
+        name = name_shard(shard)
+        found[name] = digest_shard(shard, fingerprints[name]) if name in fingerprints else None
+    return found
 
 
 def write_digests(directory: Path, rank: int, digests: RankDigests, *, world_size: int) -> list[Path]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from .compare_recorded import (
     find_odd_values,
     has_statistics,
     list_all_statistics,
+    list_plain,
     measure_prepared,
 )
 from .disk_checks import check_disk
@@ -31,7 +33,8 @@ from .errors import DamagedCheckpointError, MismatchError, UsageError
 from .findings import PLAIN_VERDICTS, Finding, VerifyReport
 from .manifest import Manifest, has_manifest, read_manifest
 from .prepared import NameFilter, Prepared, get_prepared, make_filter
-from .proven import NOTHING_PROVEN, Proven, find_proven
+from .proven import HoldingRecord, Key
+from .ranks import run_together
 from .statistics import TensorStatistics
 
 if TYPE_CHECKING:
@@ -122,37 +125,49 @@ def compare_with_checkpoint(
     rows: Mapping[str, Mapping[str, object]] = {}
     findings: list[Finding] = []
     hints: list[Finding] = []
-    proven = NOTHING_PROVEN
+    record = None
     if manifest is not None and has_fingerprints and used in ("fingerprint", "full"):
-        proven = find_proven(prepared, directory, manifest, is_chosen)
+        record = HoldingRecord(directory, manifest, is_chosen)
+    disk: list[Finding] = []
+    named: set[str] = set()
+    odd: set[str] = set()
+    omitted = 0
+    if used in ("full", "sample"):  # first, since it tells the record what memory holds
+        disk, omitted, named = compare_with_disk(
+            prepared,
+            directory,
+            is_chosen,
+            counts,
+            is_sample=used == "sample",
+            tolerance=tolerance,
+            odd=odd if used == "full" else None,
+            plain=list_plain(manifest) if manifest is not None and record is not None else (),
+            record=record,
+        )
+    elif record is not None:
+        run_together("comparing with what each rank held", partial(record.compare_all, prepared))
+    proven = record.agree() if record is not None else frozenset()
     measurements = _measure(prepared, is_chosen, used, has_fingerprints, proven)
     if manifest is not None:
         hints += compare_requires_grad(prepared, manifest, is_chosen)
-        if has_fingerprints and used in ("fingerprint", "full"):
-            findings += compare_fingerprints(measurements, manifest, counts)
+        if record is not None:
+            differences, num_compared = compare_fingerprints(measurements, manifest)
+            findings += differences
+            counts["tensors"] = max(counts["tensors"], num_compared)
     if used == "stats":
         counts["statistics"] = 0
         differences, rows = compare_statistics(measurements, manifest, counts, before)
         findings += differences
     if used == "stats":
         hints += find_odd_values(measurements)
-    odd: set[str] = set()
     suspects = {finding.fqn for finding in findings if finding.fqn is not None}
-    omitted = 0
-    if used in ("full", "sample") or (mode == "auto" and suspects):
-        chosen = suspects.__contains__ if used == "fingerprint" else is_chosen
+    if mode == "auto" and used == "fingerprint" and suspects:
         disk, omitted, named = compare_with_disk(
-            prepared,
-            directory,
-            chosen,
-            counts,
-            is_sample=used == "sample",
-            tolerance=tolerance,
-            odd=odd if used == "full" else None,
+            prepared, directory, suspects.__contains__, counts, tolerance=tolerance
         )
-        # A full comparison says where, or that the load has cast. The bare fingerprint stays for what equals the disk:
-        # then the file itself is not what was saved.
-        findings = [finding for finding in findings if finding.fqn not in named] + disk
+    # A full comparison says where, or that the load has cast. The bare fingerprint stays for what equals the disk: then
+    # the file itself is not what was saved.
+    findings = [finding for finding in findings if finding.fqn not in named] + disk
     if odd:
         hints += find_odd_values(measure_prepared(prepared, _choose_labels(odd), statistics=True))
     damage = []
@@ -172,7 +187,7 @@ def compare_with_checkpoint(
 
 
 def _measure(
-    prepared: Prepared, is_chosen: NameFilter, used: str, has_fingerprints: bool, proven: Proven
+    prepared: Prepared, is_chosen: NameFilter, used: str, has_fingerprints: bool, proven: frozenset[Key]
 ) -> tuple[Measurement, ...]:
     wants_fingerprints = has_fingerprints and used in ("fingerprint", "full")
     wants_statistics = used == "stats"
