@@ -58,8 +58,9 @@ def verify_model(
     """Compare models and optimizers in memory with the checkpoint at `path`, on every rank.
 
     Collective: every rank reads only what it holds, and all get the same report. Nothing is gathered; peak memory is
-    two blocks of 8 MiB (some ten with a tolerance), time in mode "full" that of reading the checkpoint twice, once to
-    compare and once for its checksums, both spread over the ranks.
+    two blocks of 1 MiB and what fingerprints take (some ten blocks more with a tolerance). What a rank holds exactly as
+    at the save is told by a hash; only the rest is summed up. Time in mode "full": that of reading the checkpoint once
+    to compare, and what is not in sharded data files once more for checksums, both spread over the ranks.
 
     Args:
         accelerator_or_model: an accelerator stands for everything it has prepared; a model (plain, compiled, wrapped
