@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .compare_live import EXACT, Reader, Tolerance, compare_shard
+from .compare_live import EXACT, Reader, Tolerance, compare_shard, is_odd
 from .disk_values import read_parameter_groups
 from .errors import UnsupportedError
 from .findings import Finding, Severity
@@ -18,10 +18,12 @@ from .fingerprint import fingerprint_value
 from .formats.checkpoint import Checkpoint, Section, name_section
 from .formats.reading import FileCache
 from .live import unwrap_module
+from .local_digests import ShareDigest, name_shard
 from .names import list_adapter_names
 from .opening import open_checkpoint
 from .optimizer_shards import describe_parameter_groups, iterate_optimizer_parameters, iterate_optimizer_shards
 from .prepared import NameFilter, Prepared, label_tensor
+from .proven import HoldingRecord, Key
 from .ranks import gather_all, get_rank, run_together
 from .shards import LocalShard, iterate_local_shards
 
@@ -40,6 +42,8 @@ def compare_with_disk(
     is_sample: bool = False,
     tolerance: Tolerance = EXACT,
     odd: set[str] | None = None,
+    plain: Container[Key] = (),
+    record: HoldingRecord | None = None,
 ) -> tuple[list[Finding], int, set[str]]:
     """Return what differs, of all ranks, how many failures beyond the first of each rank are not listed, and all names.
 
@@ -48,6 +52,8 @@ def compare_with_disk(
     Args:
         is_sample: compare only some tensors whole, and of the others the first and last rows.
         odd: labels are added of tensors that hold NaN or infinity, or on some rank nothing but zeros.
+        plain: what held nothing of the kind at the save.
+        record: is told what this rank holds again as it did at the save, so that the memory is read once.
     """
     mine: list[Finding] = []
     seen = {"tensors": 0, "elements": 0}
@@ -58,12 +64,23 @@ def compare_with_disk(
         with FileCache() as files:
             reader = Reader(files)
             adapters = [_Adapters.read(prepared, checkpoint, index) for index in range(len(prepared.models))]
-            for label, shard, section, names in _iterate_pairs(prepared, checkpoint, adapters):
+            for key, shard, section, names in _iterate_pairs(prepared, checkpoint, adapters):
+                label = label_tensor(*key)
                 if not is_chosen(label):
+                    continue
+                if shard.kind == "value":
+                    if record is not None:
+                        record.note(key, shard)
                     continue
                 seen["tensors"] += 1
                 only_ends = is_whole is not None and not is_whole(label)
-                mine.extend(_compare_one(label, shard, section, names, reader, only_ends, tolerance, odd))
+                digest = record.begin(key, shard) if record is not None else None
+                is_put_off = digest is not None and key in plain
+                way = _Way(reader, only_ends, tolerance, None if is_put_off else odd, digest)
+                mine.extend(_compare_one(label, shard, section, names, way))
+                is_same = record is not None and record.note(key, shard, digest)
+                if is_put_off and not is_same and odd is not None and is_odd(shard):
+                    odd.add(label)
                 seen["elements"] += sum(part.numel for part in shard.parts)
             mine.extend(_find_left_over(prepared, checkpoint, adapters, is_chosen))
             mine.extend(note for each in adapters for note in each.describe())
@@ -112,21 +129,19 @@ def gather_findings(mine: list[Finding], seen: dict[str, int]) -> tuple[list[Fin
 
 def _iterate_pairs(
     prepared: Prepared, checkpoint: Checkpoint, adapters: Sequence[_Adapters]
-) -> Iterator[tuple[str, LocalShard, Section, Sequence[str]]]:
+) -> Iterator[tuple[Key, LocalShard, Section, Sequence[str]]]:
     """Yield every local shard with the section that it was loaded from, and the names that it may have there."""
     for index, model in enumerate(prepared.models):
         section = checkpoint.get_section(name_section("model", index))
         for shard in iterate_local_shards(model):
             if shard.fqn not in adapters[index].absent:
-                yield label_tensor("model", index, shard.fqn), shard, section, adapters[index].list_names(shard)
+                yield ("model", index, shard.fqn), shard, section, adapters[index].list_names(shard)
     for index, optimizer in enumerate(prepared.optimizers):
         section = checkpoint.get_section(name_section("optimizer", index))
         numbers = _number_parameters(prepared, index)  # without FSDP parameters are known by these
         for shard in iterate_optimizer_shards(prepared.models[index], optimizer):
-            if shard.kind != "value":
-                label = label_tensor("optimizer", index, f"state.{shard.fqn}.{shard.state}")
-                number = [str(numbers[shard.fqn])] if shard.fqn in numbers else []
-                yield label, shard, section, [shard.fqn, *shard.aliases, *number]
+            number = [str(numbers[shard.fqn])] if shard.fqn in numbers else []
+            yield ("optimizer", index, name_shard(shard)), shard, section, [shard.fqn, *shard.aliases, *number]
 
 
 @dataclass(frozen=True)
@@ -164,22 +179,39 @@ class _Adapters:
         return [Finding("base", Severity.NOTE, text, facts={"count": len(self.absent)})]
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How one share is compared; see `compare_shard`."""
+
+    reader: Reader
+    only_ends: bool
+    tolerance: Tolerance
+    odd: set[str] | None
+    digest: ShareDigest | None
+
+
 def _compare_one(
     label: str,
     shard: LocalShard,
     section: Section,
     names: Sequence[str],
-    reader: Reader,
-    only_ends: bool,
-    tolerance: Tolerance,
-    odd: set[str] | None,
+    way: _Way,
 ) -> list[Finding]:
     state = "" if shard.state is None else f".{shard.state}"
     prefix = "" if shard.state is None else "state."
     for name in names:
         disk = section.tensors.get(f"{prefix}{name}{state}")
         if disk is not None:
-            return compare_shard(label, shard, disk, reader=reader, only_ends=only_ends, tolerance=tolerance, odd=odd)
+            return compare_shard(
+                label,
+                shard,
+                disk,
+                reader=way.reader,
+                only_ends=way.only_ends,
+                tolerance=way.tolerance,
+                odd=way.odd,
+                digest=way.digest,
+            )
     message = f"{label} is in memory and not in the checkpoint"
     return [Finding("missing", Severity.FAILURE, message, fqn=label)]
 

@@ -19,6 +19,7 @@ from .files import FileFacts
 from .host_copies import HostCopies
 from .live import describe_model, describe_optimizers, describe_topology, get_raw_optimizer, get_scheduler_classes
 from .live_fingerprints import Measured, OptimizerShards, Wanted, measure_model_shards, measure_optimizer_shards
+from .local_digests import RankDigests, digest_shards
 from .manifest import Lineage, Manifest, ModelFacts, OptimizerFacts
 from .ranks import broadcast, gather_all
 from .shards import LocalShard, iterate_local_shards
@@ -45,6 +46,10 @@ class Inventory:
     models: tuple[ModelFacts, ...]
     optimizers: tuple[OptimizerFacts, ...]
     divergent: tuple[str, ...] = ()
+
+    @property
+    def has_fingerprints(self) -> bool:
+        return any(facts.fingerprints for facts in self.models)
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,20 @@ def sum_up(draft: Draft) -> Inventory:
             for facts, each in zip(draft.optimizers, of_optimizers, strict=True)
         ),
         divergent=tuple(each.name for measured in (*of_models, *of_optimizers) for each in measured.divergences),
+    )
+
+
+def digest_held(draft: Draft, inventory: Inventory) -> RankDigests:
+    """Return the digests of what this rank holds of all that has a fingerprint. Not collective; nothing is copied."""
+    return RankDigests(
+        models=[
+            digest_shards(read(), facts.fingerprints)
+            for read, facts in zip(draft.read_models, inventory.models, strict=True)
+        ],
+        optimizers=[
+            digest_shards(read().states, facts.fingerprints)
+            for read, facts in zip(draft.read_optimizers, inventory.optimizers, strict=True)
+        ],
     )
 
 

@@ -58,6 +58,11 @@ class ModelFacts:
     is_peft: bool = False
     architecture: Mapping[str, Any] | None = None
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The recorded fingerprints by name."""
+        return {tensor.fqn: tensor.fingerprint for tensor in self.tensors if tensor.fingerprint is not None}
+
 
 @dataclass(frozen=True)
 class OptimizerFacts:

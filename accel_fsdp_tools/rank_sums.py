@@ -123,8 +123,8 @@ def add_up(keys: Sequence[Key], entries: Mapping[Key, Entry], indices: Sequence[
             sums[row, 3:] = words * np.uint64(factor)
             numbers, columns = np.concatenate(([1], facts)), [_HELD_CUT, _NUM_BYTES, _KIND]
         extremes[row, 0, columns], extremes[row, 1, columns] = numbers, ~numbers
-    _reduce(sums.view(np.int64), "SUM")
-    _reduce(extremes, "MAX")
+    reduce_array(sums.view(np.int64), "SUM")
+    reduce_array(extremes, "MAX")
     return [_read_row(added, both[0], ~both[1]) for added, both in zip(sums, extremes, strict=True)]
 
 
@@ -151,8 +151,8 @@ def add_up_statistics(
             extremes[row, 1] = 1
             if places[entry.layout][0]:
                 sums[row] = numbers
-    _reduce(sums, "SUM", is_exact=False)
-    _reduce(extremes, "MAX")
+    reduce_array(sums, "SUM", is_exact=False)
+    reduce_array(extremes, "MAX")
     results: list[TensorStatistics | None] = []
     for added, largest in zip(sums, extremes, strict=True):
         if max(largest[:2]) < 1:
@@ -200,8 +200,13 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def _reduce(array: Any, operation: str, *, is_exact: bool = True) -> None:
-    """Reduce an array over all ranks, in place: the same result on every rank. Collective."""
+def reduce_array(array: Any, operation: str, *, is_exact: bool = True) -> None:
+    """Reduce an array over all ranks, in place: the same result on every rank. Collective.
+
+    Args:
+        operation: "SUM", "MAX" or "MIN".
+        is_exact: the order of operations makes no difference.
+    """
     if get_world_size() == 1 or not array.size:
         return
     import torch

@@ -18,9 +18,10 @@ from . import background
 from .assets import write_assets
 from .background import PendingSave
 from .commit import Staging, commit_staging, discard_staging, open_staging
+from .completing import complete_checkpoint
 from .delegate import Write, copy_with_accelerate, iterate_live, make_directories, save_with_accelerate, write_all
 from .host_copies import HostCopies
-from .inventory import Draft, build_manifest, complete_manifest, draft_inventory, sum_up
+from .inventory import Draft, build_manifest, draft_inventory
 from .manifest import DIRECTORY, Lineage, Manifest, write_manifest
 from .phases import reach
 from .rank_objects import EncodedObject, encode_object, find_different, write_rank_objects
@@ -28,7 +29,6 @@ from .rank_state import write_rank_state
 from .ranks import broadcast, get_rank, get_world_size, run_on_each, run_on_main, run_together, wait_for_ranks
 from .rng import RngSnapshot
 from .save_checks import check_before, check_same_target, check_shared
-from .sealing import begin_sealing, finish_sealing
 from .steps import follow_steps
 
 if TYPE_CHECKING:
@@ -287,11 +287,8 @@ def _complete(begun: _Begun, pending: PendingSave | None = None) -> None:
         if writes is not None:
             run_together("beginning to write", lambda: _begin_to_write(require_wanted))
             run_together("writing the checkpoint", lambda: _write(writes))
-        with begin_sealing(staging.partial) as sealing:
-            inventory = sum_up(begun.draft)
-            files = finish_sealing(staging.partial, begun.written, sealing)
+        manifest = complete_checkpoint(staging.partial, begun.manifest, begun.draft, begun.written)
         run_together("judging whether to commit", require_wanted)
-        manifest = complete_manifest(begun.manifest, inventory, files)
         run_on_main("committing", lambda: _commit(staging, manifest))
     if pending is not None:
         pending.is_committed = True

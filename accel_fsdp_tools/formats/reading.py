@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import DamagedCheckpointError
 from ..extents import DTYPE_SIZES, Box, ByteRange, DiskTensor, Part, check_coverage, get_whole
 from .file_cache import FileCache
-from .gathering import gather, split_part
+from .gathering import find_straight, gather, split_part
 
-__all__ = ["BLOCK_BYTES", "FileCache", "check_item", "read_array", "read_blocks", "read_into", "read_part"]
+__all__ = [
+    "BLOCK_BYTES",
+    "FileCache",
+    "Stretch",
+    "check_item",
+    "find_stretches",
+    "read_array",
+    "read_blocks",
+    "read_into",
+    "read_part",
+]
 
 BLOCK_BYTES = 1 << 20
 STRIDED_BLOCK_BYTES = 1 << 24  # of what is stored column by column, few rows would be many short stretches
@@ -47,6 +57,34 @@ def read_into(tensor: DiskTensor, part: Part, target: memoryview, *, files: File
     if len(target) != part.numel * size:
         raise ValueError(f"{len(target)} bytes for {part.numel} elements of {size}")
     _fill(tensor, part, _find_tiles(tensor, part), target, files)
+
+
+class Stretch(NamedTuple):
+    """Bytes of a file that are consecutive bytes of a part, too, from byte `begin` of it on."""
+
+    path: str
+    offset: int
+    begin: int
+    length: int
+
+
+def find_stretches(tensor: DiskTensor, part: Part) -> list[Stretch] | None:
+    """Return the few stretches that a part's row-major bytes lie in; None if they are scattered.
+
+    Raises:
+        DamagedCheckpointError: as `read_part`.
+    """
+    size = DTYPE_SIZES[tensor.dtype]
+    stretches = []
+    for index, commons in _find_tiles(tensor, part):
+        extent = tensor.extents[index]
+        for common in commons:
+            straight = find_straight(extent, common, part, tensor.shape)
+            if straight is None:
+                return None
+            at, begin = straight
+            stretches.append(Stretch(extent.bytes.path, extent.offset + at * size, begin * size, common.numel * size))
+    return stretches
 
 
 def _fill(

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..assets import write_assets
+from ..completing import complete_checkpoint
 from ..export_live import export_model
 from ..files import fsync_directory
-from ..inventory import build_manifest, complete_manifest, draft_inventory, sum_up
+from ..inventory import build_manifest, draft_inventory
 from ..manifest import DIRECTORY, Lineage, Manifest, write_manifest
 from ..phases import reach
 from ..quarantine import set_aside
@@ -26,7 +27,6 @@ from ..rank_state import write_rank_state
 from ..ranks import broadcast, run_on_main, run_together
 from ..retention import CheckpointFacts, KeepLast
 from ..rng import RngSnapshot
-from ..sealing import begin_sealing, finish_sealing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -133,10 +133,7 @@ def seal_checkpoint(
         # The Trainer prepares loaders for evaluation too, which begin anew each time: they have no progress.
         states = {**manifest.states, "data": {"count": len(loaders)}}
         manifest = dataclasses.replace(manifest, states=states, num_dataloaders=len(loaders))
-        with begin_sealing(directory) as sealing:
-            inventory = sum_up(draft)
-            files = finish_sealing(directory, [name for names in written for name in names], sealing)
-        complete = complete_manifest(manifest, inventory, files)
+        complete = complete_checkpoint(directory, manifest, draft, [name for names in written for name in names])
         run_on_main("committing", lambda: _commit(directory, complete))
     finally:
         rng.restore()
