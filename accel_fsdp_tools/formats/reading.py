@@ -16,7 +16,16 @@ from ..extents import DTYPE_SIZES, Box, ByteRange, DiskTensor, Part, check_cover
 from .file_cache import FileCache
 from .gathering import gather, split_part
 
-__all__ = ["BLOCK_BYTES", "FileCache", "check_item", "read_array", "read_blocks", "read_into", "read_part"]
+__all__ = [
+    "BLOCK_BYTES",
+    "FileCache",
+    "check_item",
+    "compute_crc32",
+    "read_array",
+    "read_blocks",
+    "read_into",
+    "read_part",
+]
 
 BLOCK_BYTES = 1 << 20
 STRIDED_BLOCK_BYTES = 1 << 24  # of what is stored column by column, few rows would be many short stretches
@@ -105,8 +114,11 @@ def check_item(item: ByteRange, *, files: FileCache | None = None, buffer: bytea
     Raises:
         CheckpointIncompleteError, DamagedCheckpointError: the file is missing or cut off.
     """
-    if item.crc32 is None:
-        return None
+    return None if item.crc32 is None else compute_crc32(item, files=files, buffer=buffer) == item.crc32
+
+
+def compute_crc32(item: ByteRange, *, files: FileCache | None = None, buffer: bytearray | None = None) -> int:
+    """Return the CRC-32 of a whole stored item. Memory and exceptions: as `check_item`."""
     buffer = bytearray(min(BLOCK_BYTES, max(item.length, 1))) if buffer is None else buffer
     view = memoryview(buffer)
     crc32 = 0
@@ -116,7 +128,7 @@ def check_item(item: ByteRange, *, files: FileCache | None = None, buffer: bytea
             block = view[: min(len(buffer), item.length - start)]
             cache.read_into(item.path, item.offset + start, block)
             crc32 = zlib.crc32(block, crc32)
-    return crc32 == item.crc32
+    return crc32
 
 
 _NUMPY_DTYPES = {"bfloat16": "uint16", "complex32": "uint32"}
