@@ -23,11 +23,10 @@ from .outputs import MAX_SHARD_SIZE, parse_size
 from .plans import Part, Plan, Request, make_plan
 from .proof import list_expected, prove_output, prove_tensors
 from .report import ExportReport
-from .settling import DTYPES, build_report, find_overflows, write_rest
+from .settling import DTYPES, PROOFS, build_report, find_overflows, write_rest
 from .target import REPORT_NAME, check_space, check_target, replacing
 from .workers import count_threads
 
-PROOFS = ("output", "load", "off")
 STATES = ("model", "optimizer")
 _MERGE_BYTES = 20 << 20  # per thread; the matrices of one layer's adapter come on top
 
