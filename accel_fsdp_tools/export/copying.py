@@ -88,6 +88,7 @@ def copy_tensors(
     check_crcs: bool = True,
     fingerprints: Mapping[str, Fingerprint] | None = None,
     vouched: Collection[str] = (),
+    proven: Collection[str] = (),
     progress: Progress | None = None,
     sync: bool = True,
 ) -> CopyResult:
@@ -100,10 +101,11 @@ def copy_tensors(
         directory: exists; holds none of the files.
         num_threads: default: one per processor, at most 16.
         check_crcs: compare every item that is read with the CRC-32 that the checkpoint stores for it, those excepted
-            that hold only tensors with fingerprints or vouched for.
+            that hold only tensors with fingerprints, or vouched for or proven.
         fingerprints: what the sources of these tensors should be, by the tensors' names in the output.
         vouched: names of tensors of which no CRC is computed, since `prove_output` will compare the output with the
             fingerprint of the live tensor, from one end to the other.
+        proven: names of tensors whose sources have been compared already (`prove_tensors`).
         progress: called with bytes of source tensors.
         sync: make files and directory durable at the end.
 
@@ -122,7 +124,9 @@ def copy_tensors(
     jobs = list_jobs(files)
     create_files(files, directory)
     try:
-        findings = _Findings(frozenset(fingerprints or ()), frozenset(vouched), check_crcs=check_crcs)
+        findings = _Findings(
+            frozenset(fingerprints or ()), frozenset(vouched), frozenset(proven), check_crcs=check_crcs
+        )
         num_bytes_read = sum(job.source.size_bytes for job in jobs)
         meter = Meter(num_bytes_read, progress)
 
@@ -135,7 +139,7 @@ def copy_tensors(
             jobs,
             check_crcs=check_crcs,
             gather_bytes=get_gather_bytes(threads),
-            vouched=findings.fingerprinted | findings.vouched,
+            settled=findings.settled,
         )
         run_units(units, enter_copier, threads)
         num_checked, num_unchecked = findings.check_items() if check_crcs else (0, len(findings.items))
@@ -193,9 +197,18 @@ class _Item:
 class _Findings:
     """What all threads found; filled under a lock, once per unit."""
 
-    def __init__(self, fingerprinted: frozenset[str], vouched: frozenset[str], *, check_crcs: bool) -> None:
-        self.fingerprinted = fingerprinted
-        self.vouched = vouched
+    def __init__(
+        self,
+        fingerprinted: Collection[str],
+        vouched: Collection[str],
+        proven: Collection[str],
+        *,
+        check_crcs: bool,
+    ) -> None:
+        self.fingerprinted = frozenset(fingerprinted)
+        self.vouched = frozenset(vouched)
+        self.settled = self.fingerprinted.union(vouched, proven)
+        """Names of tensors that need no CRCs of what they are read from."""
         self._check_crcs = check_crcs
         self.items: dict[ByteRange, _Item] = {}
         self._lock = threading.Lock()
@@ -203,13 +216,11 @@ class _Findings:
         self._num_overflowed: dict[Job, int] = {}
         self._sums: dict[Job, Fingerprint] = {}
 
-    def needs_item(self, job: Job) -> bool:
-        """Whether the CRCs of what it is read from are all there is to compare it with."""
-        return job.tensor.name not in self.fingerprinted and job.tensor.name not in self.vouched
-
     def needs_crc_in(self, job: Job) -> bool:
+        """Whether somebody wants the CRC of what is read: for its item, or because it is that of the output."""
         is_kept = job.tensor.dtype == job.source.dtype
-        return (self._check_crcs and self.needs_item(job)) or (is_kept and job.tensor.name not in self.vouched)
+        is_needed = self._check_crcs and job.tensor.name not in self.settled
+        return is_needed or (is_kept and job.tensor.name not in self.vouched)
 
     def add_copy(self, unit: CopyUnit, crc_in: int, crc_out: int, num_overflowed: int, sums: Fingerprint) -> None:
         job = unit.job
@@ -218,7 +229,7 @@ class _Findings:
             self._outputs.setdefault(job, _Pieces()).add(unit.start * size, unit.length * size, crc_out)
             self._num_overflowed[job] = self._num_overflowed.get(job, 0) + num_overflowed
             self._sums[job] = self._sums.get(job, Fingerprint()) + sums
-            if unit.item is not None and self.needs_item(job):
+            if unit.item is not None and job.tensor.name not in self.settled:
                 start = unit.offset - unit.item.offset
                 length = unit.length * DTYPE_SIZES[job.source.dtype]
                 self.items.setdefault(unit.item, _Item(job)).in_passing.add(start, length, crc_in)

@@ -210,6 +210,7 @@ def _copy(part: Part, directory: Path, verify: str, num_threads: int | None, pro
         num_threads=num_threads,
         fingerprints={name: each for name, each in part.content.fingerprints.items() if name not in vouched},
         vouched=vouched,
+        proven=part.content.converted,
         progress=progress,
     )
 
@@ -236,8 +237,9 @@ def _describe_source(part: Part, copied: CopyResult) -> dict[str, str]:
         + (f"; {without} carry none" if without else "")
     }
     known = part.content.fingerprints.keys()
-    if known:
-        proof["crc"] += f"; {len(known)} tensors have fingerprints, which prove more, and need none"
+    settled = len(known) + len(part.content.converted)
+    if settled:
+        proof["crc"] += f"; {settled} tensors have fingerprints, which prove more, and need none"
     sources = len(part.content.sources)
     if not known and not sources:
         proof["fingerprints"] = "none were recorded when this was saved"

@@ -115,6 +115,8 @@ def prove_tensors(
     )
     run_units(units, enter_reader, threads)
     for tensor in known:
+        if sums[tensor.fqn] != fingerprints[tensor.fqn]:
+            check_stored(tensor.fqn, tensor)
         check_recorded(tensor.fqn, sums[tensor.fqn], fingerprints[tensor.fqn])
     return len(known)
 
@@ -300,7 +302,6 @@ def _compare(
         wanted, actual = f"{expected.crc32:08x}", f"{crc:08x}"
     if wanted != actual:
         if expected.fingerprint is not None and isinstance(source, DiskTensor):
-            check_stored(tensor.fqn, source)
             prove_tensors([replace(source, fqn=tensor.fqn)], {tensor.fqn: expected.fingerprint})
         path = tensor.extents[0].bytes.path if tensor.extents else str(directory)
         raise DamagedCheckpointError(
