@@ -21,6 +21,7 @@ __all__ = [
     "FileCache",
     "Stretch",
     "check_item",
+    "compute_crc32",
     "find_stretches",
     "read_array",
     "read_blocks",
@@ -143,8 +144,11 @@ def check_item(item: ByteRange, *, files: FileCache | None = None, buffer: bytea
     Raises:
         CheckpointIncompleteError, DamagedCheckpointError: the file is missing or cut off.
     """
-    if item.crc32 is None:
-        return None
+    return None if item.crc32 is None else compute_crc32(item, files=files, buffer=buffer) == item.crc32
+
+
+def compute_crc32(item: ByteRange, *, files: FileCache | None = None, buffer: bytearray | None = None) -> int:
+    """Return the CRC-32 of a whole stored item. Memory and exceptions: as `check_item`."""
     buffer = bytearray(min(BLOCK_BYTES, max(item.length, 1))) if buffer is None else buffer
     view = memoryview(buffer)
     crc32 = 0
@@ -154,7 +158,7 @@ def check_item(item: ByteRange, *, files: FileCache | None = None, buffer: bytea
             block = view[: min(len(buffer), item.length - start)]
             cache.read_into(item.path, item.offset + start, block)
             crc32 = zlib.crc32(block, crc32)
-    return crc32 == item.crc32
+    return crc32
 
 
 _NUMPY_DTYPES = {"bfloat16": "uint16", "complex32": "uint32"}
