@@ -75,6 +75,7 @@ def test_equals_save_pretrained(
     assert extra == {REPORT_NAME} | (set() if name == "plain" else tokenizer)
     written = json.loads((out / REPORT_NAME).read_text())
     assert written["ok"] is True
+    assert set(written["seconds"]) == {"plan", "architecture", "copy", "proof"}
     assert written["num_tensors"] == report.num_tensors > 10
     if name == "plain":
         assert "none were recorded" in report.proof["fingerprints"]

@@ -116,7 +116,7 @@ def export_checkpoint(
     if verify == "load":
         _check_loadable(plan)
     check_space(target, plan.size_bytes)
-    seconds = {"plan": time.monotonic() - started}
+    seconds = {"plan": time.monotonic() - started - plan.describe_s, "architecture": plan.describe_s}
     if dry_run:
         return _report(plan, target, {}, seconds, (), count_threads(num_threads))
     with replacing(target) as staging:
