@@ -113,7 +113,11 @@ class Channel:
         return self._group[1]
 
     def close(self) -> None:
-        """Give the group up. Not collective; nothing may be under way on it."""
+        """Give the group and the connection up. Not collective; nothing may be under way on them."""
+        self._close_group()
+        self._store = None
+
+    def _close_group(self) -> None:
         import torch.distributed as dist
 
         if (
@@ -122,7 +126,7 @@ class Channel:
             and self._group[0] is dist.distributed_c10d._get_default_group()
         ):
             dist.destroy_process_group(self._group[1])
-        self._group = self._store = None
+        self._group = None
 
     def call_meeting(self) -> Meeting:
         """Return the next meeting of the series."""
@@ -142,7 +146,7 @@ class Channel:
         Every rank comes here once per group: giving it up lets those that still wait on it fail too.
         """
         with contextlib.suppress(RuntimeError):
-            self.close()
+            self._close_group()  # the connection stays: if the keeper of the store is dead, a new one is tried for long
         self._num_breaks += 1
         series = f"{self.series}/break"
         return find_missing(

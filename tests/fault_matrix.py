@@ -122,14 +122,21 @@ def generate_cells() -> list[Cell]:
 
 
 def choose_sample() -> list[Cell]:
-    """Return one cell per place; each kind, rank and mode occurs, those rarely that wait or need ranks of their own."""
-    kinds = {"save.staged": STALL, "save.checksums": STALL, "save.delegated": KILL, "save.renamed": KILL}
-    chosen = []
-    for number, (name, place) in enumerate(PLACES.items()):
-        kind = kinds.get(name, RAISE if number % 3 else FULL)
-        victim = (number // 2) % 2 if place.everywhere else 0
-        chosen.append(Cell(name, kind, victim, place.modes[number % len(place.modes)]))
-    return chosen
+    """Return one cell per place; each kind, rank and mode occurs, those once that wait or need ranks of their own."""
+    slow = {
+        "save.delegated": Cell("save.delegated", KILL, 1, ASYNC),
+        "save.checksums": Cell("save.checksums", STALL, 1, SYNC),
+    }
+    return [
+        slow.get(name)
+        or Cell(
+            name,
+            RAISE if number % 3 else FULL,
+            (number // 2) % 2 if place.everywhere else 0,
+            place.modes[number % len(place.modes)],
+        )
+        for number, (name, place) in enumerate(PLACES.items())
+    ]
 
 
 @dataclass(frozen=True)

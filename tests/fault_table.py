@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tests.fault_matrix import ASYNC, BREAK_S, FULL, KILL, KINDS, PLACES, STALL, SYNC, TIMEOUT_S, WORLD, Verdict
+from tests.fault_matrix import (
+    ASYNC,
+    BREAK_S,
+    DEFAULT_GROUP_S,
+    FULL,
+    KILL,
+    KINDS,
+    PLACES,
+    STALL,
+    SYNC,
+    TIMEOUT_S,
+    WORLD,
+    Verdict,
+)
 
 _HEAD = f"""# What is left of a save that fails
 
@@ -56,8 +69,8 @@ def _join(verdicts: list[Verdict]) -> str:
 
 def _list_waits(verdicts: Sequence[Verdict]) -> Iterable[str]:
     yield (
-        f"The longest that a rank that lives waited for its error in this run, with a timeout of {TIMEOUT_S:g} s "
-        f"(ACCEL_FSDP_TOOLS_TIMEOUT_S) and {BREAK_S:g} s for the others to notice:\n"
+        f"The longest that a rank that lives waited for its error in this run, on a busy machine, with\n"
+        f"ACCEL_FSDP_TOOLS_TIMEOUT_S at {TIMEOUT_S:g} and {BREAK_S:g} s for the others to notice:\n"
     )
     yield "| | foreground | background |"
     yield "| --- | --- | --- |"
@@ -68,7 +81,9 @@ def _list_waits(verdicts: Sequence[Verdict]) -> Iterable[str]:
         ]
         yield f"| {kind} | {waits[0]:.1f} s | {waits[1]:.1f} s |"
     notes = {
-        STALL: "in the background up to twice the timeout: the training of the rank that sleeps comes late too",
+        STALL: "in the background up to twice the timeout: the training of the rank that sleeps comes late too. In the "
+        f"foreground inside torch's own collectives the timeout of the training's process group, here "
+        f"{DEFAULT_GROUP_S:g} s, comes on top",
         KILL: "a rank that is inside a stage notices at once; one that first meets the others waits for the timeout",
         FULL: "no wait at all",
     }

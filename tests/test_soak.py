@@ -47,7 +47,9 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _train(root: str, log: str, num_epochs: int, death: Death | None) -> tuple[str, str]:
+def _train(
+    root: str, log: str, num_epochs: int, death: Death | None = None, save_every: int = SETUP.save_every
+) -> tuple[str, str]:
     """Train to the end, or to death. Every update is a line in this rank's log, kept by the operating system."""
     from accel_fsdp_tools import Checkpointer
 
@@ -60,7 +62,7 @@ def _train(root: str, log: str, num_epochs: int, death: Death | None) -> tuple[s
     with (
         Path(f"{log}.{rank}").open("w", buffering=1) as lines,
         Checkpointer(
-            objects.accelerator, root, save_every=SETUP.save_every, keep_last=SETUP.keep_last, async_save=True
+            objects.accelerator, root, save_every=save_every, keep_last=SETUP.keep_last, async_save=True
         ) as checkpointer,
     ):
         position = checkpointer.resume()
@@ -96,10 +98,12 @@ def _measure(root: Path) -> tuple[int, int]:
 
 def _soak(folder: Path, deaths: list[Death]) -> dict[str, Any]:
     num_epochs = -(-(len(deaths) * MOST_UPDATES + SETUP.save_every) // UPDATES_PER_EPOCH)
-    whole = run_ranks(_train, str(folder / "whole"), str(folder / "whole.log"), num_epochs, None, folder=folder / "r")
+    num_updates = num_epochs * UPDATES_PER_EPOCH
+    arguments = (str(folder / "whole"), str(folder / "whole.log"), num_epochs)
+    whole = run_ranks(_train, *arguments, save_every=num_updates, folder=folder / "r", timeout_s=280)
     expected = [_read_log(folder / f"whole.log.{rank}")[1] for rank in range(WORLD)]
-    assert len(expected[0]) == num_epochs * UPDATES_PER_EPOCH
-    one_bytes = _measure(folder / "whole")[1] / SETUP.keep_last
+    assert len(expected[0]) == num_updates
+    one_bytes = _measure(folder / "whole")[1]
     root, newest, worst = folder / "root", 0, (0, 0)
     for cycle, death in enumerate([*deaths, None]):
         log, ranks = folder / f"{cycle}.log", folder / f"r{cycle}"
@@ -123,7 +127,7 @@ def _soak(folder: Path, deaths: list[Death]) -> dict[str, Any]:
     assert [outcome.value for outcome in outcomes] == whole, "the end is another"
     assert len(read_root(root)) == SETUP.keep_last
     assert not [path for path in (root / PARTIAL).glob("*/*") if path.is_dir()], "a partial checkpoint"
-    return {"updates": len(expected[0]), "folders": worst[0], "bytes": worst[1], "one": one_bytes}
+    return {"updates": num_updates, "folders": worst[0], "bytes": worst[1], "one": one_bytes}
 
 
 def test_a_run_that_is_killed_again_and_again(tmp_path: Path) -> None:
