@@ -299,7 +299,9 @@ def test_names_that_do_not_fit_the_architecture(tmp_path: Path) -> None:
         export_checkpoint(path, tmp_path / "no")
     with pytest.raises(errors.MismatchError, match=r"more\.weight"):
         export_checkpoint(path, tmp_path / "no", allow_missing=True)
-    report = export_checkpoint(path, tmp_path / "yes", allow_missing=True, allow_unexpected=True)
+    report = export_checkpoint(path, tmp_path / "yes", allow_missing=True, allow_unexpected=True, verify="load")
+    assert "keys missing" in report.proof["load"]
+    assert report.proof["load"] in [each.message for each in report.failures]
     assert {each.code for each in report.findings} >= {"missing", "unexpected"}
     assert "more.weight" in open_checkpoint(tmp_path / "yes").model.tensors
     assert not (tmp_path / "no").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..background import wait_alone
 from ..errors import UsageError
 from ..files import fsync_directory, write_json_durably
-from ..findings import Finding
+from ..findings import Finding, Severity
 from ..fingerprint import Fingerprint
 from ..meter import Progress
 from .companions import Companions, resolve_model, write_companions
@@ -121,6 +121,7 @@ def export_checkpoint(
         return _report(plan, target, {}, seconds, (), count_threads(num_threads))
     with replacing(target) as staging:
         proofs, overflows = {}, {}
+        failures: tuple[Finding, ...] = ()
         for part in plan.parts:
             proofs[part.folder], more = _write_part(part, staging, verify, seconds, num_threads, progress)
             overflows.update(more)
@@ -128,8 +129,10 @@ def export_checkpoint(
         write_companions(staging, plan.companions)
         if verify == "load":
             with _timed(seconds, "load"):
-                proof["load"] = _check_load(plan, staging, request)
-        done = _report(plan, target, proof, seconds, find_overflows(overflows), None)
+                proof["load"], is_loadable = _check_load(plan, staging, request)
+            if not is_loadable:
+                failures = (Finding("load", Severity.FAILURE, proof["load"]),)
+        done = _report(plan, target, proof, seconds, (*find_overflows(overflows), *failures), None)
         if report:
             write_json_durably(staging / REPORT_NAME, done.to_dict())
     return done
@@ -260,10 +263,11 @@ def _join_proofs(proofs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     return {key: "; ".join(f"{folder or '.'}: {proof[key]}" for folder, proof in proofs.items()) for key in keys}
 
 
-def _check_load(plan: Plan, staging: Path, request: Request) -> str:
+def _check_load(plan: Plan, staging: Path, request: Request) -> tuple[str, bool]:
     path, trusted = plan.selection.path, request.choices.trust_remote_code
     if plan.adapters is None:
-        return str(check_load(staging, path, index=request.index, key=request.key, trust_remote_code=trusted))
+        check = check_load(staging, path, index=request.index, key=request.key, trust_remote_code=trusted)
+        return str(check), check.ok
     model = None if request.model is None else resolve_model(request.model)
     return check_adapters(plan, staging, model=model, index=request.index, key=request.key, trust_remote_code=trusted)
 
