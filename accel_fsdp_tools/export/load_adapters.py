@@ -38,7 +38,7 @@ _EXPORTED = "exported_by_accel_fsdp_tools"
 def check_adapters(
     plan: Plan, staging: Path, *, model: Path | None, index: int | None, key: str | None, trust_remote_code: bool
 ) -> tuple[str, bool]:
-    """Load an export of adapters, or with them merged, in a child process; return what was found and whether it is right.
+    """Load an export of adapters, or with them merged, in a child process; return what was found and if that is well.
 
     Args:
         plan: of the export.
