@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from ..errors import DataProgressError
 from .attributes import AttributeStates
 from .moments import Moment
+from .values import PlainValue
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +80,11 @@ class LoaderProgress:
         digest: checksum of the indices handed out in this pass on this rank, None where not known.
         moments: random state when the pass began, before the fetch that is one ahead, and at the save.
         attributes: state that samplers keep besides generators, when the pass began and at the save.
+        replayable: whether reading the pass from its beginning again makes an inexact record exact.
+        next_digest: checksum of the batch that had been fetched ahead (`batches.py`), None where not known.
+        undelivered: numbers of batches whose indices were drawn before others' that were handed out already
+            (`in_order=False`).
+        values: other plain state, such as that of a stream before the fetch that is one ahead.
     """
 
     index: int
@@ -98,6 +104,10 @@ class LoaderProgress:
     known: bool = True
     moments: Mapping[str, Moment] = field(default_factory=dict)
     attributes: Mapping[str, AttributeStates] = field(default_factory=dict)
+    replayable: bool = False
+    next_digest: int | None = None
+    undelivered: tuple[int, ...] = ()
+    values: Mapping[str, PlainValue] = field(default_factory=dict)
 
     @property
     def position(self) -> LoaderPosition:
@@ -130,6 +140,10 @@ class LoaderProgress:
             "digest": self.digest,
             "moments": {name: moment.to_dict() for name, moment in self.moments.items()},
             "attributes": {name: states.to_dict() for name, states in self.attributes.items()},
+            "replayable": self.replayable,
+            "next_digest": self.next_digest,
+            "undelivered": list(self.undelivered),
+            "values": {name: value.data for name, value in self.values.items()},
         }
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -139,6 +153,8 @@ class LoaderProgress:
             tensors.update(moment.to_tensors(f"loader_{self.index}/{name}"))
         for name, states in self.attributes.items():
             tensors.update(states.to_tensors(f"loader_{self.index}/{name}"))
+        for name, value in self.values.items():
+            tensors.update(value.to_tensors(f"loader_{self.index}/value/{name}"))
         return tensors
 
     @classmethod
@@ -166,8 +182,14 @@ class LoaderProgress:
             reader.require(not missing, f"no random state for {', '.join(sorted(missing))}")
         for name in {*moments, *attributes}:
             reader.require(name in _MOMENTS["running"], f"there is no moment {name!r}")
-        digest = reader.get("digest", int, optional=True)
-        reader.require(digest is None or 0 <= digest <= _LARGEST_DIGEST, "'digest' is out of range")
+        digests = {name: reader.get(name, int, optional=True) for name in ("digest", "next_digest")}
+        for name, digest in digests.items():
+            reader.require(digest is None or 0 <= digest <= _LARGEST_DIGEST, f"{name!r} is out of range")
+        undelivered = reader.get("undelivered", list)
+        reader.require(
+            all(type(number) is int and 0 <= number <= _LARGEST_COUNT for number in undelivered),
+            "'undelivered' holds something else than numbers of batches",
+        )
         prefix = f"loader_{counts['index']}"
         return cls(
             **counts,
@@ -179,7 +201,13 @@ class LoaderProgress:
             contract=reader.get("contract", dict),
             state=cast(PassState, state),
             reuses_workers=reader.get("reuses_workers", bool),
-            digest=digest,
+            **digests,
+            replayable=reader.get("replayable", bool),
+            undelivered=tuple(undelivered),
+            values={
+                name: PlainValue.from_dict(value, tensors, f"{prefix}/value/{name}", rank=rank, path=path)
+                for name, value in reader.get("values", dict).items()
+            },
             moments={
                 name: Moment.from_dict(value, tensors, f"{prefix}/{name}", rank=rank, path=path)
                 for name, value in moments.items()
