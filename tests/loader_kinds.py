@@ -154,6 +154,7 @@ class Kind:
     break_after: int | None = None
     num_epochs: int = 2
     min_ranks: int = 1
+    counts_reads: bool = True  # whether every rank reads what it is handed, and nothing else
 
 
 def _make(num_items: int = 23, **options: Any) -> Callable[[int], DataLoader]:

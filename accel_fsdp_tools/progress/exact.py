@@ -32,14 +32,18 @@ class ExactFollower(ResumableFollower):
         return data_resume == "replay" and self.loader.num_workers > 0
 
     def _count(self, this: Pass, batch: Any) -> None:
+        num_samples = self._take_drawn(this)
+        this.count_batch(num_samples, get_num_processes(self.loader) if this.samples_per_batch is None else 1)
+
+    def _take_drawn(self, this: Pass) -> int | None:
+        """Note the indices of the batch that is handed out; returns how many there are, None if none were drawn here."""
         assert isinstance(this, ResumablePass)  # noqa: S101
         num_samples = None
         for _ in range(self._get_group_size()):
             if self._feed.drawn:
                 this.digest, length = self._feed.drawn.popleft()
                 num_samples = length + (num_samples or 0)
-        num_processes = get_num_processes(self.loader) if self._get_group_size() == 1 else 1
-        this.count_batch(num_samples, num_processes if this.samples_per_batch is None else 1)
+        return num_samples
 
     def _make_source(self, loader: Any, this: ResumablePass, is_running: bool) -> Iterator[Any]:
         saved = this.resumed

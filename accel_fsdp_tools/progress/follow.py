@@ -27,6 +27,10 @@ _KEY = "_accel_fsdp_tools_follower"
 _SKIPPER, _SKIPPER_READS = "skip_first_batches", "iteration"  # Accelerate's function copies it from a loader
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class Pass:
     """One iteration over a loader, from its first batch to its end."""
 
@@ -38,6 +42,7 @@ class Pass:
         self.is_exhausted = False  # nothing is left behind the batch in hand
         self.is_over = False
         self.is_void = False  # progress was restored, or another pass began: this one must not go on
+        self.undo_hook: Callable[[], None] = _do_nothing  # what was put in the loader's way until the pass is over
         self.holders: Holders = ()
         self.failure: int | None = None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .contract import is_iterable
+from .dispatch import DispatchFollower
 from .exact import ExactFollower
 from .follow import Follower
 from .records import PassState
@@ -71,12 +72,9 @@ KINDS: tuple[LoaderKind, ...] = (
         follow=Follower,
     ),
     LoaderKind(
-        name="dispatcher",
-        matches=_is_dispatcher,
-        explain=lambda loader, state: (
-            "the position of a loader with dispatch_batches is not restored by this version; "
-            "DataLoaderConfiguration(dispatch_batches=False) is, for a dataset with a length"
-        ),
+        name="tensor_parallel_dispatcher",
+        matches=lambda loader: _is_dispatcher(loader) and getattr(loader, "submesh_tp", None) is not None,
+        explain=lambda loader, state: "dispatch_batches under tensor parallelism is not restored by this version",
         follow=Follower,
     ),
     LoaderKind(
@@ -90,6 +88,12 @@ KINDS: tuple[LoaderKind, ...] = (
         matches=lambda loader: bool(getattr(loader, "skip_batches", 0)),
         explain=lambda loader, state: "a loader that skips batches in every pass is not restored by this version",
         follow=Follower,
+    ),
+    LoaderKind(
+        name="dispatcher",
+        matches=_is_dispatcher,
+        explain=lambda loader, state: _explain_workers(loader, state) if loader.num_workers else None,
+        follow=DispatchFollower,
     ),
     LoaderKind(
         name="workers",

@@ -90,6 +90,10 @@ class ResumableFollower(Follower):
         """Whether a saved pass is reached by reading what was handed out."""
         return data_resume == "replay"
 
+    def _take_drawn(self, this: Pass) -> int | None:
+        """A batch is handed out: note which; returns how many samples this rank read for it, None if not known."""
+        return None
+
     def _note_batch(self, this: ResumablePass, batch: Any) -> None:
         """A fetch has brought `batch`."""
 
