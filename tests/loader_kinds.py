@@ -154,6 +154,7 @@ class Kind:
     break_after: int | None = None
     num_epochs: int = 2
     min_ranks: int = 1
+    data_resume: str = "skip"
     counts_reads: bool = True  # whether every rank reads what it is handed, and nothing else
 
 
@@ -276,8 +277,8 @@ class Program:
         """Restore; return how much of the reference's log lies before."""
         assert self.tracker is not None
         state = read_rank_state(folder, self.rank)
-        outcomes = self.tracker.restore(state.loaders)
-        assert [outcome.status for outcome in outcomes] == ["restored"] * len(outcomes)
+        outcomes = self.tracker.restore(state.loaders, data_resume=self.kind.data_resume)
+        assert [outcome.status for outcome in outcomes] == ["restored"] * len(outcomes), outcomes
         assert state.rng.restore() == ()
         position = self.tracker.loaders[0]
         self.first_epoch, self.first_batch = position.epoch, position.batch

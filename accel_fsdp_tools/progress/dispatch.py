@@ -89,9 +89,8 @@ class DispatchingFollower(ResumableFollower):
 
     def _resume(self, loader: Any, this: ResumablePass, saved: LoaderProgress, is_running: bool) -> Iterator[Any]:
         return run_on_each(
-            "going back to a place in the data", lambda: super(DispatchingFollower, self)._resume(
-                loader, this, saved, is_running
-            )
+            "going back to a place in the data",
+            lambda: super(DispatchingFollower, self)._resume(loader, this, saved, is_running),
         )
 
     def _describe(self, this: ResumablePass) -> dict[str, Any]:

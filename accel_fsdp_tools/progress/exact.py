@@ -36,7 +36,7 @@ class ExactFollower(ResumableFollower):
         this.count_batch(num_samples, get_num_processes(self.loader) if this.samples_per_batch is None else 1)
 
     def _take_drawn(self, this: Pass) -> int | None:
-        """Note the indices of the batch that is handed out; returns how many there are, None if none were drawn here."""
+        """Note the indices of the batch that is handed out; returns how many there are, None if not drawn here."""
         assert isinstance(this, ResumablePass)  # noqa: S101
         num_samples = None
         for _ in range(self._get_group_size()):
@@ -44,6 +44,11 @@ class ExactFollower(ResumableFollower):
                 this.digest, length = self._feed.drawn.popleft()
                 num_samples = length + (num_samples or 0)
         return num_samples
+
+    def _describe(self, this: ResumablePass) -> dict[str, Any]:
+        base = self.loader.base_dataloader
+        is_replayable = base.num_workers > 0 and base.in_order and not this.reuses_workers
+        return {**super()._describe(this), "replayable": is_replayable}
 
     def _make_source(self, loader: Any, this: ResumablePass, is_running: bool) -> Iterator[Any]:
         saved = this.resumed

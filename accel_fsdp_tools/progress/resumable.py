@@ -58,10 +58,11 @@ class ResumablePass(Pass):
         self.is_strict = True
         self.replays = False
         self.reuses_workers = False
+        self.is_unseeded = False  # a stateful loader's first pass: the seed was drawn when it was prepared
 
 
 class ResumableFollower(Follower):
-    """Follows a loader through the fetches of its DataLoader, and restores it. Subclasses know how a pass is reached."""
+    """Follows a loader through its DataLoader's fetches, and restores it. Subclasses know how a place is reached."""
 
     def __init__(self, loader: Any, kind: LoaderKind) -> None:
         super().__init__(loader, kind)
@@ -237,7 +238,7 @@ class ResumableFollower(Follower):
             moment.restore(loader)
 
     def _leaves_samplers(self) -> bool:
-        return self.loader.base_dataloader.num_workers > 0
+        return bool(self.loader.base_dataloader.num_workers > 0)
 
     def _replay(self, source: Iterator[Any], this: ResumablePass, saved: LoaderProgress) -> None:
         """Read and drop what was handed out."""
@@ -327,7 +328,8 @@ class ResumableFollower(Follower):
     def validate(self, saved: LoaderProgress, data_resume: str) -> None:
         if not saved.restorable:
             return
-        if data_resume == "refuse" and saved.state == "running" and self._replays(saved, data_resume):
+        reads = saved.state == "running" and self._get_group_size() > 0 and self._replays(saved, data_resume)
+        if data_resume == "refuse" and reads:
             raise DataProgressError(
                 f"the place of loader {saved.index} ({saved.kind}), behind {saved.batch} batches, can only be reached "
                 'by reading them again, which data_resume="refuse" forbids. Pass data_resume="replay" to read them'

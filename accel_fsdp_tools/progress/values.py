@@ -75,9 +75,7 @@ def _encode(value: Any, tensors: list[Tensor], depth: int) -> Any:
     if type(value) in (set, frozenset):
         return {"set": [_encode(part, tensors, depth + 1) for part in value]}
     if isinstance(value, dict):
-        pairs = [
-            [_encode(key, tensors, depth + 1), _encode(part, tensors, depth + 1)] for key, part in value.items()
-        ]
+        pairs = [[_encode(key, tensors, depth + 1), _encode(part, tensors, depth + 1)] for key, part in value.items()]
         return {"dict": pairs}
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach().cpu().clone().contiguous())
