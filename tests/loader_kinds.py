@@ -155,6 +155,7 @@ class Kind:
     num_epochs: int = 2
     min_ranks: int = 1
     data_resume: str = "skip"
+    is_unchanged: bool = True  # whether a followed run is the run that nobody follows
     counts_reads: bool = True  # whether every rank reads what it is handed, and nothing else
 
 

@@ -249,5 +249,7 @@ KINDS |= {
 }
 NEEDS_TORCHDATA = {name for name in KINDS if name.startswith("stateful")}
 
-for _kind in KINDS.values():
+for _name, _kind in KINDS.items():
     _kind.counts_reads = False
+    # Workers that were started while the loader was prepared are given up, and others have other seeds.
+    _kind.is_unchanged = not _name.startswith("stateful_workers")
