@@ -17,18 +17,11 @@ from typing import Any
 from ..ranks import run_on_each
 from .exact import ExactFollower
 from .follow import Pass
+from .passes import ResumablePass, encode_values
 from .records import LoaderProgress
-from .resumable import ResumableFollower, ResumablePass, encode_values
+from .resumable import ResumableFollower
 
 _FIRST = "first_batch"
-
-
-class DispatchPass(ResumablePass):
-    """A pass with what Accelerate's loop completes the last batch with."""
-
-    def __init__(self, loader: Any) -> None:
-        super().__init__(loader)
-        self.first_batch: Any = None
 
 
 class DispatchingFollower(ResumableFollower):
@@ -40,16 +33,13 @@ class DispatchingFollower(ResumableFollower):
             return 0
         return 1 if self.loader.split_batches else int(state.num_processes)
 
-    def _make_pass(self, loader: Any) -> Pass:
-        return DispatchPass(loader)
-
     def _open(self, loader: Any) -> Pass | None:
         this = super()._open(loader)
-        if isinstance(this, DispatchPass) and not loader._drop_last and loader.state.num_processes > 1:
+        if isinstance(this, ResumablePass) and not loader._drop_last and loader.state.num_processes > 1:
             self._hook_slices(loader, this)
         return this
 
-    def _hook_slices(self, loader: Any, this: DispatchPass) -> None:
+    def _hook_slices(self, loader: Any, this: ResumablePass) -> None:
         """The first slice that a pass takes is the beginning of its first batch."""
         take = loader.slice_fn
         saved = None if this.resumed is None else this.resumed.values.get(_FIRST)
@@ -95,7 +85,7 @@ class DispatchingFollower(ResumableFollower):
 
     def _describe(self, this: ResumablePass) -> dict[str, Any]:
         facts = super()._describe(this)
-        first = this.first_batch if isinstance(this, DispatchPass) else None
+        first = this.first_batch
         if first is not None:
             values, problem = encode_values({_FIRST: first})
             facts["values"] = {**facts.get("values", {}), **values}

@@ -6,6 +6,7 @@ With `data_resume="replay"` a loader with workers reads it again: the workers th
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,53 @@ from ..errors import DataProgressError
 from .contract import get_index_sampler, get_num_processes
 from .feed import IndexFeed
 from .follow import Pass
+from .passes import ResumablePass
 from .records import LoaderProgress
-from .resumable import ResumableFollower, ResumablePass
+from .resumable import ResumableFollower
 
 if TYPE_CHECKING:
     from .kinds import LoaderKind
+
+
+class Deliveries:
+    """Which batches, in the order their indices were drawn, workers that need not keep that order have delivered."""
+
+    def __init__(self, source: Any, saved: LoaderProgress | None, group_size: int) -> None:
+        undelivered = () if saved is None else saved.undelivered
+        drawn = 0 if saved is None else saved.batch * group_size + len(undelivered)
+        self._source = source
+        self._kept, self._first_number = tuple(undelivered), drawn
+        self._outstanding: set[int] = set()
+        self._num_sent = 0
+        self._fetched: deque[int] = deque()
+        self._handed_out = set(range(drawn)) - set(undelivered)
+
+    def note_fetch(self) -> None:
+        """One more batch came from the workers."""
+        tasks, num_sent = set(self._source._task_info), int(self._source._send_idx)
+        arrived = (self._outstanding | set(range(self._num_sent, num_sent))) - tasks
+        self._fetched.extend(
+            self._kept[task] if task < len(self._kept) else self._first_number + task - len(self._kept)
+            for task in sorted(arrived)
+        )
+        self._outstanding, self._num_sent = tasks, num_sent
+
+    def hand_out(self) -> None:
+        """The first of those that came is handed out."""
+        if self._fetched:
+            self._handed_out.add(self._fetched.popleft())
+
+    def list_undelivered(self) -> tuple[int, ...]:
+        """Those that were passed by."""
+        return tuple(sorted(set(range(max(self._handed_out, default=-1) + 1)) - self._handed_out))
+
+
+class IndexPass(ResumablePass):
+    """A pass over a loader with indices."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.deliveries: Deliveries | None = None  # only where workers need not keep the order
 
 
 class ExactFollower(ResumableFollower):
@@ -29,7 +72,8 @@ class ExactFollower(ResumableFollower):
 
     def _replays(self, saved: LoaderProgress, data_resume: str) -> bool:
         # Without workers the random state of each fetch is known, and a replay would only cost time.
-        return data_resume == "replay" and self.loader.num_workers > 0
+        base = self.loader.base_dataloader
+        return bool(data_resume == "replay" and base.num_workers > 0 and base.in_order)
 
     def _count(self, this: Pass, batch: Any) -> None:
         num_samples = self._take_drawn(this)
@@ -37,9 +81,11 @@ class ExactFollower(ResumableFollower):
 
     def _take_drawn(self, this: Pass) -> int | None:
         """Note the indices of the batch that is handed out; returns how many there are, None if not drawn here."""
-        assert isinstance(this, ResumablePass)  # noqa: S101
+        assert isinstance(this, IndexPass)  # noqa: S101
         num_samples = None
         for _ in range(self._get_group_size()):
+            if this.deliveries is not None:
+                this.deliveries.hand_out()
             if self._feed.drawn:
                 this.digest, length = self._feed.drawn.popleft()
                 num_samples = length + (num_samples or 0)
@@ -48,7 +94,19 @@ class ExactFollower(ResumableFollower):
     def _describe(self, this: ResumablePass) -> dict[str, Any]:
         base = self.loader.base_dataloader
         is_replayable = base.num_workers > 0 and base.in_order and not this.reuses_workers
-        return {**super()._describe(this), "replayable": is_replayable}
+        facts = {**super()._describe(this), "replayable": is_replayable}
+        if isinstance(this, IndexPass) and this.deliveries is not None:
+            facts["undelivered"] = this.deliveries.list_undelivered()
+            if facts["undelivered"]:
+                facts["digest"] = None  # that of other batches
+        return facts
+
+    def _make_pass(self, loader: Any) -> Pass:
+        return IndexPass(loader)
+
+    def note_batch(self, this: ResumablePass, batch: Any) -> None:
+        if isinstance(this, IndexPass) and this.deliveries is not None:
+            this.deliveries.note_fetch()
 
     def _make_source(self, loader: Any, this: ResumablePass, is_running: bool) -> Iterator[Any]:
         saved = this.resumed
@@ -71,6 +129,9 @@ class ExactFollower(ResumableFollower):
                 "the loader's persistent workers were started before it was followed; call track or load_state "
                 "before the first batch"
             )
+        base = loader.base_dataloader
+        if isinstance(this, IndexPass) and base.num_workers > 0 and not base.in_order and self._get_group_size():
+            this.deliveries = Deliveries(source, saved, self._get_group_size())
         return source
 
     def _make_fed_iterator(self, base: Any, is_start_to_be_repeated: bool) -> Iterator[Any]:

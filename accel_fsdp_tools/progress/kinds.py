@@ -78,17 +78,17 @@ def _explain_workers(loader: Any, state: PassState) -> str | None:
 
 def _explain_disorder(loader: Any) -> str:
     return (
-        f"in_order=False: the order in which its {loader.num_workers} workers deliver is not reproducible. "
-        "in_order=True is"
+        f"in_order=False: the order in which its {loader.num_workers} workers deliver is not reproducible, nor what "
+        "they draw; every sample is seen once in its epoch. in_order=True is exact"
     )
 
 
+def _is_unordered_stream(loader: Any) -> bool:
+    return is_iterable(loader) and loader.num_workers > 0 and not getattr(loader, "in_order", True)
+
+
 def _explain_stream(loader: Any, state: PassState) -> str | None:
-    if not loader.num_workers:
-        return None
-    if not getattr(loader, "in_order", True):
-        return _explain_disorder(loader)
-    if getattr(loader, "persistent_workers", False):
+    if loader.num_workers and getattr(loader, "persistent_workers", False):
         return (
             f"the random state of its {loader.num_workers} persistent workers is not saved; what comes is exact as far "
             "as it is not random. persistent_workers=False is exact"
@@ -119,6 +119,15 @@ KINDS: tuple[LoaderKind, ...] = (
         name="skipping",
         matches=lambda loader: bool(getattr(loader, "skip_batches", 0)),
         explain=lambda loader, state: "a loader that skips batches in every pass is not restored by this version",
+        follow=Follower,
+    ),
+    LoaderKind(
+        name="unordered_stream",
+        matches=_is_unordered_stream,
+        explain=lambda loader, state: (
+            "in_order=False over an iterable dataset: which of its samples were handed out is not known. in_order=True "
+            "is exact"
+        ),
         follow=Follower,
     ),
     LoaderKind(

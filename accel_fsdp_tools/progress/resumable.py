@@ -30,35 +30,15 @@ from ..errors import DataProgressError, DataProgressWarning
 from ..rng import RngSnapshot
 from .attributes import AttributeStates, AttributeWatch
 from .follow import Follower, Pass, make_outcome
-from .generators import SAMPLER_ROOTS, FoundGenerator, find_generators
+from .generators import SAMPLER_ROOTS, find_generators
 from .moments import Moment
+from .passes import ResumablePass, WatchedIterator, has_running_workers
 from .places import Places
 from .records import LoaderOutcome, LoaderPosition, LoaderProgress
-from .values import PlainValue
 
 if TYPE_CHECKING:
     from .kinds import LoaderKind
     from .session import RestoreSession
-
-
-class ResumablePass(Pass):
-    """A pass with the random state that its continuation needs."""
-
-    def __init__(self, loader: Any) -> None:
-        super().__init__(loader)
-        self.found: list[FoundGenerator] = []
-        self.epoch_start: Moment | None = None
-        self.before_fetch: Moment | None = None
-        self.before_last_fetch: Moment | None = None
-        self.attributes = AttributeStates()
-        self.digest: int | None = None
-        self.num_fetches = 0
-        self.resumed: LoaderProgress | None = None
-        self.rng_after: RngSnapshot | None = None
-        self.is_strict = True
-        self.replays = False
-        self.reuses_workers = False
-        self.is_unseeded = False  # a stateful loader's first pass: the seed was drawn when it was prepared
 
 
 class ResumableFollower(Follower):
@@ -95,7 +75,7 @@ class ResumableFollower(Follower):
         """A batch is handed out: note which; returns how many samples this rank read for it, None if not known."""
         return None
 
-    def _note_batch(self, this: ResumablePass, batch: Any) -> None:
+    def note_batch(self, this: ResumablePass, batch: Any) -> None:
         """A fetch has brought `batch`."""
 
     def _describe(self, this: ResumablePass) -> dict[str, Any]:
@@ -181,7 +161,7 @@ class ResumableFollower(Follower):
         this.reuses_workers = is_running or self._is_next_reusing_workers
         self._is_next_reusing_workers = False
         source = self._make_source(loader, this, is_running)
-        return _WatchedIterator(source, self, this)
+        return WatchedIterator(source, self, this, self._get_group_size())
 
     def _resume(self, loader: Any, this: ResumablePass, saved: LoaderProgress, is_running: bool) -> Iterator[Any]:
         source = self._go_back(loader, this, saved, is_running)
@@ -189,7 +169,7 @@ class ResumableFollower(Follower):
         self._restore_moment(loader, this.before_fetch)
         pending = self._fetch_pending(source, this, saved)
         self._arrive(loader, this, saved)
-        return _WatchedIterator(source, self, this, pending)
+        return WatchedIterator(source, self, this, self._get_group_size(), pending)
 
     def _go_back(self, loader: Any, this: ResumablePass, saved: LoaderProgress, is_running: bool) -> Iterator[Any]:
         """Make the iterator as it was made when the saved pass began, and bring it to where it was saved."""
@@ -215,7 +195,7 @@ class ResumableFollower(Follower):
             except StopIteration:
                 break
             pending.append(batch)
-            self._note_batch(this, batch)
+            self.note_batch(this, batch)
         if not pending and self._get_group_size():
             raise DataProgressError(
                 f"loader {saved.index} ended after {saved.batch} batches, but the checkpoint was saved with more to "
@@ -253,7 +233,7 @@ class ResumableFollower(Follower):
                     expected=this.num_fetches,
                     actual=number,
                 ) from None
-            self._note_batch(this, batch)
+            self.note_batch(this, batch)
 
     def note_before_fetch(self, this: ResumablePass) -> None:
         """The fetches of another batch begin."""
@@ -378,64 +358,5 @@ class ResumableFollower(Follower):
         warnings.warn(text, DataProgressWarning, stacklevel=2)
 
 
-def has_running_workers(loader: Any) -> bool:
-    """Whether the next pass is made with workers that run already (torch keeps such an iterator)."""
-    base = loader.base_dataloader
-    return bool(base.persistent_workers) and base.num_workers > 0 and base._iterator is not None
-
-
-def encode_values(values: dict[str, Any]) -> tuple[dict[str, PlainValue], str | None]:
-    """Encode what is to be saved, and say what could not be; that is left out."""
-    encoded: dict[str, PlainValue] = {}
-    problem = None
-    for name, value in values.items():
-        try:
-            encoded[name] = PlainValue.encode(value)
-        except TypeError as error:
-            problem = str(error)
-    return encoded, problem
-
-
 def _renumber(saved: LoaderProgress, index: int) -> LoaderProgress:
     return LoaderProgress(**{**saved.__dict__, "index": index})
-
-
-class _WatchedIterator:
-    """The DataLoader's iterator; tells the follower before and after each fetch."""
-
-    __slots__ = ("_follower", "_group_size", "_is_over", "_pass", "_pending", "_source")
-
-    def __init__(
-        self, source: Iterator[Any], follower: ResumableFollower, this: ResumablePass, pending: deque[Any] | None = None
-    ) -> None:
-        self._source = source
-        self._follower = follower
-        self._pass = this
-        self._pending = pending or deque()
-        self._group_size = max(1, follower._get_group_size())
-        self._is_over = 0 < len(self._pending) < self._group_size
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        this, follower = self._pass, self._follower
-        if self._pending:
-            this.num_fetches += 1
-            return self._pending.popleft()
-        if self._is_over:
-            raise StopIteration
-        if this.num_fetches % self._group_size == 0:
-            follower.note_before_fetch(this)
-        this.num_fetches += 1
-        try:
-            batch = next(self._source)
-        except StopIteration:
-            self._is_over = True
-            follower.note_end(this)
-            raise
-        except BaseException:
-            follower.note_failure(this)
-            raise
-        follower._note_batch(this, batch)
-        return batch

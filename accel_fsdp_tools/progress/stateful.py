@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from .dispatch import DispatchingFollower
 from .exact import ExactFollower
-from .follow import Pass
+from .passes import ResumablePass, encode_values
 from .records import LoaderProgress
-from .resumable import ResumableFollower, ResumablePass, encode_values
+from .resumable import ResumableFollower
 from .streams import StreamFollower, StreamPass, can_move, copy_state, get_stream, has_state
 from .values import PlainValue
 
@@ -117,9 +117,6 @@ class StatefulStreamFollower(StatefulBase, StreamFollower):
 
 class StatefulStreamDispatchFollower(DispatchingFollower, StatefulStreamFollower):
     """Follows a stateful dispatcher over a stream."""
-
-    def _make_pass(self, loader: Any) -> Pass:
-        return StreamPass(loader)
 
 
 def is_stateful(loader: Any) -> bool:

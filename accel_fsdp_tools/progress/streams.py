@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataProgressError
 from .batches import digest_batch
-from .dispatch import DispatchingFollower, DispatchPass
+from .dispatch import DispatchingFollower
 from .follow import Pass
+from .passes import ResumablePass, encode_values
 from .records import LoaderProgress
-from .resumable import ResumableFollower, ResumablePass, encode_values
+from .resumable import ResumableFollower
 
 if TYPE_CHECKING:
     from .kinds import LoaderKind
@@ -82,7 +83,7 @@ class StreamFeed:
             self._stream._starting_state_dict = None
 
 
-class StreamPass(DispatchPass):
+class StreamPass(ResumablePass):
     """A pass over a stream."""
 
     def __init__(self, loader: Any) -> None:
@@ -171,7 +172,7 @@ class StreamFollower(ResumableFollower):
             actual=this.running_digest,
         )
 
-    def _note_batch(self, this: ResumablePass, batch: Any) -> None:
+    def note_batch(self, this: ResumablePass, batch: Any) -> None:
         assert isinstance(this, StreamPass)  # noqa: S101
         this.running_digest = digest_batch(batch, this.running_digest)
         this.digests.append(this.running_digest)
@@ -213,9 +214,6 @@ class StreamFollower(ResumableFollower):
 
 class StreamDispatchFollower(DispatchingFollower, StreamFollower):
     """Follows a dispatcher over an iterable dataset."""
-
-    def _make_pass(self, loader: Any) -> Pass:
-        return StreamPass(loader)
 
 
 def get_stream(loader: Any) -> Any:
