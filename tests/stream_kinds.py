@@ -164,6 +164,26 @@ def _split(stream: Any) -> Any:
     return datasets.distributed.split_dataset_by_node(stream, rank=state.process_index, world_size=state.num_processes)
 
 
+def make_hf_loader(name: str) -> Callable[..., DataLoader]:
+    """Loaders over one kind of Hugging Face stream; keywords go to the DataLoader."""
+    change = _CHANGES[name]
+    return lambda seed, **options: _hf(change, **options)(seed)
+
+
+_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda stream: stream,
+    "shuffled": lambda stream: stream.shuffle(seed=3, buffer_size=5),
+    "interleaved": _interleave,
+    "mapped": lambda stream: stream.map(_double, batched=True, batch_size=4),
+    "numpy": lambda stream: stream.with_format("numpy"),
+    "split": _split,
+}
+
+
+def _double(rows: dict[str, Any]) -> dict[str, Any]:
+    return {"id": [2 * number for number in rows["id"]]}
+
+
 def _stream(cls: Any, *args: Any, num_items: int = 22, **options: Any) -> Callable[[int], DataLoader]:
     return lambda seed: DataLoader(cls(num_items, *(seed if a is ... else a for a in args)), batch_size=3, **options)
 
@@ -201,15 +221,14 @@ for _name, _make_loader in {
     "stream_iterator": _stream(IteratorStream),
     "stream_drop_last": _stream(StatefulStream, drop_last=True),
     "hf": _hf(),
-    "hf_shuffled": _hf(lambda stream: stream.shuffle(seed=3, buffer_size=5)),
-    "hf_interleaved": _hf(_interleave),
-    "hf_mapped": _hf(lambda stream: stream.map(lambda rows: {"id": [2 * i for i in rows["id"]]}, batched=True,
-                                               batch_size=4)),
-    "hf_arrow": _hf(lambda stream: stream.with_format("numpy")),
-}.items():  # fmt: skip
+    "hf_shuffled": _hf(_CHANGES["shuffled"]),
+    "hf_interleaved": _hf(_CHANGES["interleaved"]),
+    "hf_mapped": _hf(_CHANGES["mapped"]),
+    "hf_arrow": _hf(_CHANGES["numpy"]),
+}.items():
     KINDS[f"{_name}_dispatched"] = Kind(_make_loader)
     KINDS[f"{_name}_own"] = Kind(_make_loader, _OWN)
-KINDS["hf_split"] = Kind(_hf(_split), _OWN)
+KINDS["hf_split"] = Kind(_hf(_CHANGES["split"]), _OWN)
 KINDS["stream_split"] = Kind(
     lambda seed: DataLoader(StatefulStream(22), batch_size=6), {"split_batches": True, "dispatch_batches": False}
 )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataProgressError
 from .batches import digest_batch
+from .contract import get_num_processes
 from .dispatch import DispatchingFollower
 from .follow import Pass
 from .passes import ResumablePass, encode_values
@@ -130,7 +131,7 @@ class StreamFollower(ResumableFollower):
         assert isinstance(this, StreamPass)  # noqa: S101
         if this.replays:
             self._replay(source, this, saved)
-            if self.loader.num_workers > 0 and this.running_digest != saved.digest:
+            if self.loader.num_workers > 0 and not this.reuses_workers and this.running_digest != saved.digest:
                 self._complain(this, saved)
         else:
             assert this.feed is not None  # noqa: S101
@@ -147,7 +148,7 @@ class StreamFollower(ResumableFollower):
         pending = super()._fetch_pending(source, this, saved)
         if this.feed is not None:
             this.feed.forget_state()
-        is_known = saved.next_digest is not None and (this.replays or self._is_next_known())
+        is_known = saved.next_digest is not None and (this.replays or self._is_next_known()) and not this.reuses_workers
         if is_known and pending and this.running_digest != saved.next_digest:
             self._complain(this, saved)
         return pending
@@ -199,8 +200,10 @@ class StreamFollower(ResumableFollower):
         self._take_drawn(this)
         this.count_batch(_measure(batch), 1)
         if this.is_exhausted and this.feed is not None and this.samples_limit is None:
-            # All ranks read the whole stream, or there is one rank. Accelerate repeats samples to even the last batch.
-            this.num_samples = min(this.num_samples, this.feed.num_items)
+            # Accelerate repeats samples to even the last batch. All ranks read the whole stream, or each its shards,
+            # which are as many as this rank's as far as is known here.
+            num_shares = get_num_processes(self.loader) if self.loader.dataset is get_stream(self.loader) else 1
+            this.num_samples = min(this.num_samples, num_shares * this.feed.num_items)
 
     def _describe(self, this: ResumablePass) -> dict[str, Any]:
         assert isinstance(this, StreamPass)  # noqa: S101

@@ -313,7 +313,10 @@ class DataTracker:
 
 def _compare(item: LoaderProgress, follower: Follower) -> list[str]:
     if item.kind != follower.kind.name:
-        return [f"kind of loader: saved {item.kind!r}, now {follower.kind.name!r}"]
+        advice = ""
+        if "stateful" in item.kind and "stateful" not in follower.kind.name:
+            advice = "; it was saved with use_stateful_dataloader=True (pip install 'accel-fsdp-tools[stateful]')"
+        return [f"kind of loader: saved {item.kind!r}, now {follower.kind.name!r}{advice}"]
     return list_differences(item.contract, describe_contract(follower.loader))
 
 
