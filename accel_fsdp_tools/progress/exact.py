@@ -14,6 +14,7 @@ from ..errors import DataProgressError
 from .contract import get_index_sampler, get_num_processes
 from .feed import IndexFeed
 from .follow import Pass
+from .moments import Moment
 from .passes import ResumablePass
 from .records import LoaderProgress
 from .resumable import ResumableFollower
@@ -118,7 +119,7 @@ class ExactFollower(ResumableFollower):
             strict=this.is_strict,
             # Workers that ran at the save are started anew here: undo the draw of their seed before the order's.
             before_iter=(
-                functools.partial(this.epoch_start.restore, loader)
+                functools.partial(self._restore_start, loader, this.epoch_start)
                 if this.epoch_start is not None and this.reuses_workers and not is_running
                 else None
             ),
@@ -133,6 +134,15 @@ class ExactFollower(ResumableFollower):
         if isinstance(this, IndexPass) and base.num_workers > 0 and not base.in_order and self._get_group_size():
             this.deliveries = Deliveries(source, saved, self._get_group_size())
         return source
+
+    def _restore_start(self, loader: Any, start: Moment) -> None:
+        parts = loader.base_dataloader.__dict__
+        slot = "batch_sampler" if parts["batch_sampler"] is not None else "sampler"
+        feed, parts[slot] = parts[slot], self._feed.sampler  # paths lead through the sampler itself
+        try:
+            start.restore(loader)
+        finally:
+            parts[slot] = feed
 
     def _make_fed_iterator(self, base: Any, is_start_to_be_repeated: bool) -> Iterator[Any]:
         slot = "batch_sampler" if base.batch_sampler is not None else "sampler"
