@@ -129,6 +129,21 @@ def test_skip_first_batches_on_a_restored_loader_is_refused(shuffle: bool) -> No
     assert len(_take(skip_first_batches(loader, 2), 9)) == 3  # the restored position has been used: as ever
 
 
+def test_a_loader_made_anew_after_the_restore_is_noticed() -> None:
+    accelerator, loader = _prepare(_make())
+    saved, rest = _save_midway(loader, track(accelerator), 2)
+    accelerator, loader = _prepare(_make())
+    tracker = track(accelerator)
+    tracker.restore(saved)
+    for _ in accelerator.prepare(_make()):
+        with pytest.warns(DataProgressWarning, match=r"loader 1 was prepared .* loader 0.* waits behind batch 2"):
+            assert len(tracker.loaders) == 2
+        with pytest.raises(DataProgressError, match="loader 1 was iterated before"):
+            tracker.capture()
+        break
+    assert _take(loader, 9) == rest
+
+
 @pytest.mark.parametrize("num_batches", [2, 5])
 def test_drawing_from_a_restored_sampler_is_noticed_and_seeding_it_is_not(num_batches: int) -> None:
     def make(seed: int) -> DataLoader:

@@ -90,6 +90,11 @@ class Follower:
         """The loader that is followed."""
         return self._loader()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the loader will go on in the middle of a pass when it is iterated next."""
+        return False
+
     # What the loader calls
 
     def iterate(self, loader: Any, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:

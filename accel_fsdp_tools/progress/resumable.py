@@ -52,6 +52,10 @@ class ResumableFollower(Follower):
         self._rng_types: Any = None
         self._is_next_reusing_workers = False
 
+    @property
+    def is_waiting(self) -> bool:
+        return self._waiting is not None
+
     # What kinds differ in
 
     def _get_group_size(self) -> int:

@@ -83,6 +83,7 @@ class DataTracker:
         follower = kind.follow(loader, kind)
         if loader in self._get_active_loaders():
             follower.was_used_untracked = True
+            self._warn_of_twin(index, loader)
         if kind.can_install:
             install(loader, follower)
         else:
@@ -91,6 +92,20 @@ class DataTracker:
         if reason is not None:
             warnings.warn(f"loader {index} ({kind.name}): {reason}", DataProgressWarning, stacklevel=4)
         return follower
+
+    def _warn_of_twin(self, index: int, loader: Any) -> None:
+        """A loader made anew after a restore begins at the beginning, while the restored one waits for ever."""
+        contract = describe_contract(loader)
+        for other, twin in enumerate(self._list_loaders()):
+            follower = get_follower(twin)
+            if follower is not None and follower.is_waiting and describe_contract(twin) == contract:
+                warnings.warn(
+                    f"loader {index} was prepared and iterated after load_state, and begins at the beginning, while "
+                    f"loader {other}, which is like it, waits behind batch {follower.get_position().batch}. Iterate "
+                    "the loader that was prepared before load_state; don't make it anew",
+                    DataProgressWarning,
+                    stacklevel=5,
+                )
 
     def _get_active_loaders(self) -> list[Any]:
         return [loader for loader in self._accelerator.gradient_state.dataloader_references if loader is not None]
