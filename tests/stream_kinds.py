@@ -266,7 +266,6 @@ KINDS |= {
     "stateful_workers_hf_own": Kind(_hf(num_workers=2), {**_STATEFUL, **_OWN}, **_REPLAY),
     "stateful_workers_hf_dispatched": Kind(_hf(num_workers=2), _STATEFUL, **_REPLAY),
 }
-NEEDS_TORCHDATA = {name for name in KINDS if name.startswith("stateful")}
 
 for _name, _kind in KINDS.items():
     _kind.counts_reads = False

@@ -21,7 +21,7 @@ from accel_fsdp_tools.progress.batches import digest_batch
 from accel_fsdp_tools.progress.values import PlainValue
 from accel_fsdp_tools.rng import RngSnapshot
 from tests.harness import run_ranks, run_ranks_expecting
-from tests.loader_kinds import NoisyDataset, Program, make_accelerator, seed_everything
+from tests.loader_kinds import LazyNumpySampler, NoisyDataset, Program, make_accelerator, seed_everything
 from tests.stream_kinds import KINDS, IteratorStream, NoisyStream, ShuffledStream, StatefulStream
 
 
@@ -285,6 +285,33 @@ class _Slow(NoisyDataset):
 
 def test_without_an_order_no_batch_is_lost_or_repeated(tmp_path: Path) -> None:
     run_ranks(_check_disorder, world_size=1, folder=tmp_path / "ranks")
+
+
+def _check_prefetch() -> None:
+    rests = []
+    saved: Any = None
+    for factor in (2, 4):
+        seed_everything(factor)
+        accelerator = make_accelerator()
+        sampler = LazyNumpySampler(30, factor)
+        options = {"batch_size": 2, "num_workers": 1, "prefetch_factor": factor, "sampler": sampler}
+        loader = accelerator.prepare(DataLoader(NoisyDataset(30), **options))
+        with pytest.warns(DataProgressWarning, match="workers is not saved"):
+            tracker = track(accelerator)
+        if saved is not None:
+            tracker.restore(saved)
+        rest = []
+        for _ in range(2):
+            for batch in loader:
+                rest.append(batch[:, 0].tolist())
+                if saved is None and len(rest) == 4:
+                    saved, rest = tracker.capture(), []
+        rests.append(rest)
+    assert rests[0] == rests[1]
+
+
+def test_the_prefetch_factor_may_change(tmp_path: Path) -> None:
+    run_ranks(_check_prefetch, world_size=1, folder=tmp_path / "ranks")
 
 
 # -- stateful loaders -----------------------------------------------------------------------------------------------

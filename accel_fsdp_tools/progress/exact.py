@@ -34,7 +34,9 @@ class Deliveries:
         self._outstanding: set[int] = set()
         self._num_sent = 0
         self._fetched: deque[int] = deque()
+        self._floor = 0  # all below it were handed out, and of those above it these
         self._handed_out = set(range(drawn)) - set(undelivered)
+        self._raise_floor()
 
     def note_fetch(self) -> None:
         """One more batch came from the workers."""
@@ -50,10 +52,17 @@ class Deliveries:
         """The first of those that came is handed out."""
         if self._fetched:
             self._handed_out.add(self._fetched.popleft())
+            self._raise_floor()
+
+    def _raise_floor(self) -> None:
+        while self._floor in self._handed_out:
+            self._handed_out.remove(self._floor)
+            self._floor += 1
 
     def list_undelivered(self) -> tuple[int, ...]:
         """Those that were passed by."""
-        return tuple(sorted(set(range(max(self._handed_out, default=-1) + 1)) - self._handed_out))
+        last = max(self._handed_out, default=self._floor)
+        return tuple(number for number in range(self._floor, last) if number not in self._handed_out)
 
 
 class IndexPass(ResumablePass):
