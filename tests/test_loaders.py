@@ -21,7 +21,7 @@ from accel_fsdp_tools.progress.batches import digest_batch
 from accel_fsdp_tools.progress.values import PlainValue
 from accel_fsdp_tools.rng import RngSnapshot
 from tests.harness import run_ranks, run_ranks_expecting
-from tests.loader_kinds import LazyNumpySampler, NoisyDataset, Program, make_accelerator, seed_everything
+from tests.loader_kinds import Kind, LazyNumpySampler, NoisyDataset, Program, make_accelerator, seed_everything
 from tests.stream_kinds import KINDS, IteratorStream, NoisyStream, ShuffledStream, StatefulStream
 
 
@@ -238,6 +238,56 @@ def test_samples_are_counted_without_repeats_and_alike_on_all_ranks(tmp_path: Pa
     assert counts[0] == counts[1]
     num_epochs = {name: KINDS[name].num_epochs for name in _COUNTED}
     assert counts[0] == {name: [(num_epochs[name], 0, num_epochs[name] * n)] for name, n in _COUNTED.items()}
+
+
+# -- any numbers ------------------------------------------------------------------------------------------------------
+
+
+def _make_random_kind(dice: random.Random) -> tuple[Kind, str]:
+    num_items, batch_size = dice.randint(1, 40), dice.randint(1, 5)
+    config: dict[str, Any] = {"dispatch_batches": dice.random() < 0.7}
+    if dice.random() < 0.3:
+        config["split_batches"], batch_size = True, 2 * batch_size
+    options = {"batch_size": batch_size, "drop_last": dice.random() < 0.3}
+    if options["drop_last"] and num_items < 2 * batch_size:
+        options["drop_last"] = False
+    name = dice.choice(["indices", "shuffled", "stateful", "iterator"])
+    makers: dict[str, Any] = {
+        "indices": lambda seed: DataLoader(NoisyDataset(num_items), shuffle=True, **options),
+        "shuffled": lambda seed: DataLoader(ShuffledStream(num_items, seed), **options),
+        "stateful": lambda seed: DataLoader(StatefulStream(num_items), **options),
+        "iterator": lambda seed: DataLoader(IteratorStream(num_items), **options),
+    }
+    return Kind(makers[name], config), f"{name}, {num_items} items, {config}, {options}"
+
+
+def _resume_at_random(folder: Path, first_seed: int, num_kinds: int) -> list[str]:
+    failures = []
+    for seed in range(first_seed, first_seed + num_kinds):
+        dice = random.Random(seed)
+        kind, text = _make_random_kind(dice)
+        points: list[str] = []
+        program = Program(kind, 1)
+
+        def save(point: str, program: Program = program, points: list[str] = points, seed: int = seed) -> None:
+            points.append(point)
+            program.save(folder / f"{seed}_{point}", len(program.log))
+
+        reference = program.run(save)
+        for point in dice.sample(points, min(2, len(points))):
+            resumed = Program(kind, 9)
+            start = resumed.load(folder / f"{seed}_{point}")
+            if resumed.run() != reference[start:]:
+                failures.append(f"{text}, saved at {point}")
+    return failures
+
+
+@pytest.mark.parametrize(("first_seed", "num_kinds"), [(0, 25), pytest.param(1000, 400, marks=pytest.mark.matrix)])
+def test_any_length_batch_size_and_place_on_two_ranks(tmp_path: Path, first_seed: int, num_kinds: int) -> None:
+    outcomes = run_ranks(
+        _resume_at_random, tmp_path / "saved", first_seed, num_kinds, folder=tmp_path / "ranks", timeout_s=280
+    )
+    assert outcomes == [[], []]
 
 
 # -- workers --------------------------------------------------------------------------------------------------------
