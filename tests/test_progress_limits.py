@@ -552,6 +552,13 @@ def test_a_record_survives_json_and_tensors() -> None:
     assert not any(tensor.dtype == torch.float32 for tensor in tensors.values())
 
 
+def test_a_record_of_an_earlier_version_is_read() -> None:
+    data, tensors = _make_record()
+    older = {name: value for name, value in data.items() if name not in ("replayable", "next_digest", "undelivered")}
+    older.pop("values")
+    assert LoaderProgress.from_dict(older, tensors).to_dict() == data
+
+
 def _add_scalar(data: dict[str, Any], path: list[Any], value: Any) -> None:
     data["attributes"]["now"]["scalars"].append({"path": path, "value": value})
 
@@ -560,6 +567,8 @@ _FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "missing count": lambda data: data.pop("batch"),
     "negative count": lambda data: data.update(samples=-1),
     "count beyond any run": lambda data: data.update(iteration=1 << 60),
+    "negative number of a batch": lambda data: data.update(undelivered=[-1]),
+    "value that is none": lambda data: data.update(values={"stream": {"object": 1}}),
     "negative digest": lambda data: data.update(digest=-1),
     "digest of more than 32 bits": lambda data: data.update(digest=1 << 32),
     "unknown moment": lambda data: data["moments"].update(later=data["moments"]["now"]),

@@ -20,6 +20,8 @@ Status = Literal["restored", "approximate", "absent"]
 _COUNTS = ("index", "epoch", "batch", "samples", "samples_before_epoch", "iteration")
 _LARGEST_COUNT = (1 << 53) - 1  # samplers add some of these to a seed of 64 bits
 _LARGEST_DIGEST = (1 << 32) - 1
+# What records of before these fields existed are read with.
+_LATER_FIELDS: dict[str, Any] = {"replayable": False, "next_digest": None, "undelivered": [], "values": {}}
 _MOMENTS = {"idle": {"now"}, "running": {"epoch_start", "before_fetch", "now"}, "exhausted": {"now"}}
 
 
@@ -167,7 +169,7 @@ class LoaderProgress:
             DataProgressError: the record is malformed or contradicts itself; names rank and file.
             RngStateError: random state is missing or malformed; names rank, generator and file.
         """
-        reader = _Reader(data, rank, path)
+        reader = _Reader({**_LATER_FIELDS, **data} if isinstance(data, dict) else data, rank, path)
         counts = {name: reader.get(name, int) for name in _COUNTS}
         for name, value in counts.items():
             reader.require(0 <= value <= _LARGEST_COUNT, f"{name!r} is out of range")
