@@ -21,6 +21,7 @@ from .load import VERIFY_MODES, load_checkpoint
 from .load_notes import LoadNotes
 from .manifest import Lineage, has_manifest, read_manifest
 from .position import Position, StepAndEpoch
+from .progress import check_data_resume
 from .progress import track as track_loaders
 from .ranks import broadcast, run_on_each, run_on_main, wait_for_ranks
 from .records import pin
@@ -88,6 +89,7 @@ class Checkpointer:
         strict: as for `load_state` and `save_state`.
         tokenizer: as for `save_state`.
         allow_objects: as for `load_state`.
+        data_resume: as for `load_state`.
         async_save: save in the background. Takes memory for one copy of what is on this rank.
         when_busy: what a save does while another is in flight: "wait" for it, or "skip" itself.
         timeout_s: how long to wait for a rank that does not arrive.
@@ -118,6 +120,7 @@ class Checkpointer:
         strict: bool = True,
         tokenizer: Any = None,
         allow_objects: Sequence[str] = (),
+        data_resume: str = "skip",
         timeout_s: float | None = None,
     ) -> None:
         check_positive("save_every", save_every, int)
@@ -142,6 +145,8 @@ class Checkpointer:
         self._save_every, self._save_every_s = save_every, save_every_s
         self._on_damage, self._max_resumes = on_damage, max_resumes
         self._verify, self._strict = verify, strict
+        check_data_resume(data_resume)
+        self._data_resume = data_resume
         self._async_save, self._when_busy = async_save, when_busy
         self._pending: PendingSave | None = None
         self._allow_objects, self._timeout_s = tuple(allow_objects), timeout_s
@@ -274,6 +279,7 @@ class Checkpointer:
             strict=self._strict,
             allow_after_step=allow_after_step,
             allow_objects=self._allow_objects,
+            data_resume=self._data_resume,
             timeout_s=self._timeout_s,
         )
 

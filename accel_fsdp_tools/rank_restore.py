@@ -32,10 +32,17 @@ class RankPart:
     state: RankState | None
     base_rng: RngSnapshot | None
     restores_data: bool
+    data_resume: str = "skip"
 
 
 def read_rank_part(
-    accelerator: Accelerator, directory: Path, manifest: Manifest | None, *, strict: bool, notes: LoadNotes
+    accelerator: Accelerator,
+    directory: Path,
+    manifest: Manifest | None,
+    *,
+    strict: bool,
+    notes: LoadNotes,
+    data_resume: str = "skip",
 ) -> RankPart:
     """Read this rank's generators and loaders, and find out whether they can be restored. Changes nothing. Collective.
 
@@ -45,7 +52,7 @@ def read_rank_part(
     found: list[RankState] = []
 
     def read() -> bool:
-        state = _read(accelerator, directory, manifest, strict, notes)
+        state = _read(accelerator, directory, manifest, strict, data_resume, notes)
         found.extend([] if state is None else [state])
         return state is not None
 
@@ -58,11 +65,16 @@ def read_rank_part(
     missing = [rank for rank, has in enumerate(has_state) if not has]
     if missing and state is not None:
         notes.absent["data"] = f"rank(s) {', '.join(map(str, missing))} have no data progress, so no rank's is restored"
-    return RankPart(state, base_rng, restores_data=not missing)
+    return RankPart(state, base_rng, restores_data=not missing, data_resume=data_resume)
 
 
 def _read(
-    accelerator: Accelerator, directory: Path, manifest: Manifest | None, strict: bool, notes: LoadNotes
+    accelerator: Accelerator,
+    directory: Path,
+    manifest: Manifest | None,
+    strict: bool,
+    data_resume: str,
+    notes: LoadNotes,
 ) -> RankState | None:
     rank = get_rank()
     if manifest is None:
@@ -91,7 +103,7 @@ def _read(
     if strict:
         found = [contract.Difference("data", text) for text in differences]
         contract.raise_on_differences(directory, found, strict=True)
-        problems = tracker.list_problems(state.loaders)
+        problems = tracker.list_problems(state.loaders, data_resume=data_resume)
         if problems:
             raise DataProgressError(
                 f"{directory}: the data progress cannot be restored: {'; '.join(problems)}. Nothing was loaded. Pass "
@@ -136,7 +148,8 @@ def _restore(
         notes.reasons["rng"].append(f"rank {rank} did not exist at the save: derived from rank 0's generators")
         return outcomes
     if part.restores_data:
-        outcomes = tuple(track_loaders(accelerator).restore(part.state.loaders, strict=strict))
+        tracker = track_loaders(accelerator)
+        outcomes = tuple(tracker.restore(part.state.loaders, strict=strict, data_resume=part.data_resume))
         for outcome in outcomes:
             if outcome.status == "absent":
                 notes.absent["data"] = f"dataloader {outcome.index}: {outcome.reason}"
