@@ -70,7 +70,7 @@ def _resume(program: Program, point: Path, reference: list[Any], save_to: Path |
     return []
 
 
-@pytest.mark.parametrize("world_size", [2, 1])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.matrix)])
 def test_every_kind_resumes_at_every_point(tmp_path: Path, world_size: int) -> None:
     names = [name for name, kind in KINDS.items() if kind.min_ranks <= world_size]
     _check_kinds(tmp_path, names, world_size, 120)

@@ -479,7 +479,7 @@ def rest_of(records: list[LoaderProgress], loader: Any, tracker: Any) -> list[li
     return _take(loader, 99)
 
 
-@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("is_persistent", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_workers_keep_the_order_and_are_exact_between_passes(tmp_path: Path, is_persistent: bool) -> None:
     run_ranks(_check_workers, is_persistent, world_size=1, folder=tmp_path / "ranks")
 

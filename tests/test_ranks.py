@@ -94,7 +94,7 @@ def _one_is_late(late: int, file: str | None) -> None:
     ("late", "store"),
     [
         (0, "tcp"),
-        (2, "file"),
+        pytest.param(2, "file", marks=pytest.mark.matrix),
         pytest.param(2, "tcp", marks=pytest.mark.matrix),
         pytest.param(0, "file", marks=pytest.mark.matrix),
     ],
@@ -296,7 +296,7 @@ def test_a_rank_that_does_not_answer_is_named_and_the_ranks_talk_again(tmp_path:
     assert results[1 if victim == 0 else 0] == results[2]
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.matrix), 2])
 def test_a_rank_that_dies_is_named_long_before_the_timeout(tmp_path: Path, victim: int) -> None:
     processes = start_ranks(_break, "die", victim, str(tmp_path), world_size=3, folder=tmp_path / "r")
     outcomes = collect(processes, folder=tmp_path / "r", grace_s=30)

@@ -130,6 +130,7 @@ def _soak(folder: Path, deaths: list[Death]) -> dict[str, Any]:
     return {"updates": num_updates, "folders": worst[0], "bytes": worst[1], "one": one_bytes}
 
 
+@pytest.mark.matrix
 def test_a_run_that_is_killed_again_and_again(tmp_path: Path) -> None:
     _soak(tmp_path, plan_deaths(2, seed=3))
 
