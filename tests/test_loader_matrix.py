@@ -19,7 +19,7 @@ from accel_fsdp_tools.errors import DataProgressError
 from accel_fsdp_tools.ranks import gather_all
 from tests.harness import run_ranks
 from tests.loader_cells import Cell, choose_sample, list_cells
-from tests.loader_kinds import Program
+from tests.loader_kinds import Program, fork_workers
 from tests.loader_table import write_table
 
 TABLE = Path(__file__).parent.parent / "docs" / "data-matrix.md"
@@ -40,6 +40,7 @@ class Seen:
 
 def _record(cells: list[Cell], folder: Path) -> list[list[Any]]:
     """Run every cell to its end, saving at every point; returns the logs."""
+    fork_workers()
     logs = []
     for number, cell in enumerate(cells):
         program = Program(cell.kind, REFERENCE_SEED)
@@ -58,6 +59,7 @@ def _choose_points(folder: Path, is_sample: bool) -> dict[str, str]:
 
 
 def _resume_all(cells: list[Cell], folder: Path, logs: list[list[list[Any]]], is_sample: bool) -> list[Seen]:
+    fork_workers()
     seen = []
     for number, cell in enumerate(cells):
         for point, where in _choose_points(folder / str(number), is_sample).items():
