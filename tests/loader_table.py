@@ -16,7 +16,8 @@ numbers of Python, numpy and torch.
 - **exact**: every rank is handed what it is handed in the run that never stopped, to the bit, and so are the random
   generators after each batch, to the end of the second pass.
 - **approximate**: the same ids in the same order (with `in_order=False`, and for streams in persistent workers: each of
-  them once in its epoch, whichever come first and complete the last batch); what was drawn at random differs. The load report says why, and what makes it exact.
+  them once in its epoch, whichever come first and complete the last batch); what was drawn at random differs. The load
+  report says why, and what makes it exact.
 - **refused**: `load_state` raises before anything is loaded, or the loader at its first batch, and says what to do.
 
 `data_resume` is an argument of `load_state` and `Checkpointer`; where it is "any", it makes no difference.
