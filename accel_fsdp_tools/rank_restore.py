@@ -127,10 +127,25 @@ def restore_rank_part(
         "restoring RNG and data progress", lambda: _restore(accelerator, manifest, part, strict, notes)
     )
     if manifest is not None:
+        outcomes = _agree_on_absent(accelerator, part, outcomes)
         absent = gather_all("data" in notes.absent)
         if any(absent) and not all(absent):
             notes.absent.setdefault("data", "another rank's data progress is absent")
     return outcomes
+
+
+def _agree_on_absent(
+    accelerator: Accelerator, part: RankPart, outcomes: tuple[LoaderOutcome, ...]
+) -> tuple[LoaderOutcome, ...]:
+    """Let a loader whose pass begins anew on one rank begin anew on all: ranks wait for each other in a pass."""
+    mine = {outcome.index for outcome in outcomes if outcome.status == "absent"}
+    others = set().union(*gather_all(mine)) - mine
+    if not others or part.state is None:
+        return outcomes
+    tracker = track_loaders(accelerator)
+    reason = "its data progress is absent on another rank"
+    given_up = {item.index: tracker.give_up(item, reason) for item in part.state.loaders if item.index in others}
+    return tuple(given_up.get(outcome.index, outcome) for outcome in outcomes)
 
 
 def _restore(

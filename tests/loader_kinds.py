@@ -238,6 +238,14 @@ def make_accelerator(config: dict[str, Any] | None = None) -> Any:
     return Accelerator(cpu=True, rng_types=rng_types, dataloader_config=DataLoaderConfiguration(**settings))
 
 
+def fork_workers() -> None:
+    """Start the loaders' workers by forking this rank, as Linux does by default: ranks of the harness would start a
+    server for them, which imports everything once more."""
+    import multiprocessing
+
+    multiprocessing.set_start_method("fork", force=True)
+
+
 def digest_rng() -> tuple[int, int, int]:
     """The global generators' states in three numbers, the same in every process."""
     _, words, position, *_ = numpy_state = np.random.get_state()

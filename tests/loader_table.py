@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,9 +15,10 @@ numbers of Python, numpy and torch.
 
 - **exact**: every rank is handed what it is handed in the run that never stopped, to the bit, and so are the random
   generators after each batch, to the end of the second pass.
-- **approximate**: the same ids in the same order (with `in_order=False`: the same batches, in any order); what was
-  drawn at random differs. The load report says why, and what makes it exact.
-- **refused**: `load_state` raises before anything is loaded, and says what to do.
+- **approximate**: the same ids in the same order (with `in_order=False`, and for streams in persistent workers: each of
+  them once in its epoch, whichever come first and complete the last batch); what was drawn at random differs. The load
+  report says why, and what makes it exact.
+- **refused**: `load_state` raises before anything is loaded, or the loader at its first batch, and says what to do.
 
 `data_resume` is an argument of `load_state` and `Checkpointer`; where it is "any", it makes no difference.
 [Resume](resume.md) explains the choices. On another number of ranks the same loaders are refused, unless that page says
@@ -65,4 +67,7 @@ def _merge(rows: dict[tuple[str, ...], dict[str, str]]) -> list[list[str]]:
 
 def _shorten(reason: str) -> str:
     prefix = "the data progress of this checkpoint cannot be restored: "
-    return reason.removeprefix(prefix).split(". Nothing was changed")[0]
+    text = reason.removeprefix(prefix).split(". Nothing was changed")[0]
+    return re.sub(
+        r"loader 0: the place of loader 0 \(\w+\)", "the place of loader 0", re.sub(r"\d+ batches", "N batches", text)
+    )

@@ -154,3 +154,35 @@ def _compare(whole: Trace, part: Trace, where: str) -> None:
         assert values == expected[len(expected) - len(values) :], f"{where}: {attribute}"
     assert len(part.losses) < len(whole.losses), f"{where}: nothing was skipped"
     assert (part.model, part.optimizer) == (whole.model, whole.optimizer), where
+
+
+def _refuse(root: str) -> tuple[str, str, int, int]:
+    """Save in the middle of a dispatched stream without a state, and resume with `data_resume="refuse"`."""
+    from accel_fsdp_tools import Checkpointer
+    from accel_fsdp_tools.errors import DataProgressError
+
+    name = "stream_shuffled_dispatched"
+    accelerator, *_, loaders = _build(name, 1)
+    with Checkpointer(accelerator, root) as checkpointer:
+        checkpointer.resume()
+        for number, _ in enumerate(loaders[0], start=1):
+            if number == 2:
+                checkpointer.save()
+    accelerator, *_, loaders = _build(name, 2)
+    with Checkpointer(accelerator, root, data_resume="refuse") as checkpointer:
+        try:
+            checkpointer.resume()
+        except DataProgressError as error:
+            text = str(error)
+    accelerator, *_, loaders = _build(name, 2)
+    with Checkpointer(accelerator, root, data_resume="refuse", strict=False) as checkpointer:
+        position = checkpointer.resume()
+        assert position.report is not None
+        return text, str(position.report), position.batch, sum(1 for _ in loaders[0])
+
+
+def test_what_rank_0_refuses_is_refused_on_all_ranks_and_a_pass_begins_anew_on_all(tmp_path: Path) -> None:
+    for text, report, batch, num_batches in run_ranks(_refuse, str(tmp_path / "root"), folder=tmp_path / "ranks"):
+        assert 'data_resume="replay"' in text
+        assert "absent" in report
+        assert (batch, num_batches) == (0, 4)

@@ -11,7 +11,7 @@ import torch
 
 from tests import stream_kinds
 from tests.harness import run_ranks
-from tests.loader_kinds import KINDS, Program, count_items
+from tests.loader_kinds import KINDS, Program, count_items, fork_workers
 
 REFERENCE_SEED, RESUMED_SEED, AGAIN_SEED = 1, 77, 555
 ALL_KINDS = KINDS | stream_kinds.KINDS
@@ -19,6 +19,7 @@ ALL_KINDS = KINDS | stream_kinds.KINDS
 
 def _record_references(names: list[str], folder: Path) -> dict[str, list[Any]]:
     """Run each kind untracked, then tracked and saved at every point; both must deliver the same."""
+    fork_workers()
     references = {}
     for name in names:
         kind = ALL_KINDS[name]
@@ -34,6 +35,7 @@ def _resume_all(
     folder: Path, references: list[dict[str, list[Any]]], seed: int, save_to: Path | None
 ) -> tuple[int, list[str]]:
     """Resume every kind from every point; return how many, and what went wrong."""
+    fork_workers()
     num_resumed, failures = 0, []
     for name in references[0]:
         kind = ALL_KINDS[name]

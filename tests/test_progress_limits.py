@@ -29,6 +29,7 @@ from tests.loader_kinds import (
     HiddenTorchSampler,
     NoisyDataset,
     digest_rng,
+    fork_workers,
     make_accelerator,
     seed_everything,
 )
@@ -436,6 +437,8 @@ def test_several_loaders_in_a_pass_go_on_exactly_in_the_same_order_but_are_not_s
 
 
 def _check_workers(is_persistent: bool) -> None:
+    fork_workers()
+
     def make() -> DataLoader:
         return _make(num_items=20, num_workers=1, persistent_workers=is_persistent)
 
@@ -490,6 +493,7 @@ class _Stream(IterableDataset):
 
 
 def _check_unordered_stream() -> str:
+    fork_workers()
     loader = DataLoader(_Stream(), batch_size=2, num_workers=1, in_order=False)
     accelerator, prepared = _prepare(loader, dispatch_batches=False)
     with warnings.catch_warnings(record=True) as caught:

@@ -90,8 +90,8 @@ def _is_unordered_stream(loader: Any) -> bool:
 def _explain_stream(loader: Any, state: PassState) -> str | None:
     if loader.num_workers and getattr(loader, "persistent_workers", False):
         return (
-            f"the random state of its {loader.num_workers} persistent workers is not saved; what comes is exact as far "
-            "as it is not random. persistent_workers=False is exact"
+            f"the state of its {loader.num_workers} persistent workers is not saved: what a stream draws or counts "
+            "there is other from the next epoch on. persistent_workers=False is exact"
         )
     return None  # it is read again, by workers that draw what they drew
 

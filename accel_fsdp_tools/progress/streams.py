@@ -131,7 +131,7 @@ class StreamFollower(ResumableFollower):
         assert isinstance(this, StreamPass)  # noqa: S101
         if this.replays:
             self._replay(source, this, saved)
-            if self.loader.num_workers > 0 and not this.reuses_workers and this.running_digest != saved.digest:
+            if self.loader.num_workers > 0 and this.running_digest != saved.digest:
                 self._complain(this, saved)
         else:
             assert this.feed is not None  # noqa: S101
@@ -158,7 +158,12 @@ class StreamFollower(ResumableFollower):
         return True
 
     def _complain(self, this: StreamPass, saved: LoaderProgress) -> None:
-        if this.replays:
+        if this.reuses_workers:
+            why = (
+                "its persistent workers had drawn or counted something in earlier epochs, which is not saved. "
+                "persistent_workers=False can be resumed; strict=False goes on, and samples may be lost or repeated"
+            )
+        elif this.replays:
             why = (
                 "it does not deliver the same when it is iterated again. Draw what it draws from generators that are "
                 "its attributes, and keep its data as they were"

@@ -303,6 +303,13 @@ class DataTracker:
                 outcomes.append(followers[number].restore(item, session))
         return outcomes
 
+    def give_up(self, saved: LoaderProgress, reason: str) -> LoaderOutcome:
+        """After a `restore` that was not strict: let the pass of one loader begin anew after all."""
+        followers = self._get_followers()
+        if saved.index >= len(followers):
+            return LoaderOutcome(saved.index, "absent", reason, saved.epoch, 0)
+        return followers[saved.index].restore_epoch(saved, reason)
+
     def find_differences(
         self, saved: Sequence[LoaderProgress], outcomes: Sequence[LoaderOutcome]
     ) -> list[ProgressDifference]:
