@@ -20,6 +20,7 @@ from .keeping import settle_checkpoint
 from .load import VERIFY_MODES, load_checkpoint
 from .load_notes import LoadNotes
 from .manifest import Lineage, has_manifest, read_manifest
+from .permissions import Permissions
 from .position import Position, StepAndEpoch
 from .progress import track as track_loaders
 from .ranks import broadcast, run_on_each, run_on_main, wait_for_ranks
@@ -86,6 +87,7 @@ class Checkpointer:
         train_dataloader: the prepared loader that `Position` speaks of; needed only when several are prepared and
             not exactly one of them shuffles.
         strict: as for `load_state` and `save_state`.
+        elastic, allow: as for `load_state`.
         tokenizer: as for `save_state`.
         allow_objects: as for `load_state`.
         async_save: save in the background. Takes memory for one copy of what is on this rank.
@@ -116,6 +118,8 @@ class Checkpointer:
         when_busy: str = "wait",
         train_dataloader: Any = None,
         strict: bool = True,
+        elastic: str = "refuse",
+        allow: Sequence[str] = (),
         tokenizer: Any = None,
         allow_objects: Sequence[str] = (),
         timeout_s: float | None = None,
@@ -142,13 +146,15 @@ class Checkpointer:
         self._save_every, self._save_every_s = save_every, save_every_s
         self._on_damage, self._max_resumes = on_damage, max_resumes
         self._verify, self._strict = verify, strict
+        self._permissions = Permissions.make(strict=strict, elastic=elastic, allow=allow)
         self._async_save, self._when_busy = async_save, when_busy
         self._pending: PendingSave | None = None
         self._allow_objects, self._timeout_s = tuple(allow_objects), timeout_s
         check_tokenizer(tokenizer)
         self._tokenizer = tokenizer
         self._tracker = track_loaders(accelerator)
-        self._counter = StepAndEpoch(self._tracker, self._tracker.find_train_loader(train_dataloader))
+        self._tracker.train_index = self._tracker.find_train_loader(train_dataloader)
+        self._counter = StepAndEpoch(self._tracker, self._tracker.train_index)
         follow_steps(accelerator)
         self._held = HeldRoot(self.root)
         self._parent_id: str | None = None
@@ -271,7 +277,7 @@ class Checkpointer:
             path,
             notes,
             verify=self._verify,
-            strict=self._strict,
+            permissions=self._permissions,
             allow_after_step=allow_after_step,
             allow_objects=self._allow_objects,
             timeout_s=self._timeout_s,

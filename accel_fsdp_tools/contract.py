@@ -30,6 +30,7 @@ from .live import (
 )
 from .manifest import Manifest, ModelFacts
 from .names import clean_fqn
+from .permissions import Permissions, name_argument
 
 if TYPE_CHECKING:
     import torch
@@ -44,13 +45,14 @@ class Difference:
     """One way in which checkpoint and run differ, and the state whose exactness it costs.
 
     A fatal one makes the load impossible or senseless; any other is refused too unless the caller asked for
-    `strict=False`, and is then reported.
+    `strict=False` or named it, and is then reported.
     """
 
     state: str
     text: str
     fatal: bool = False
     unavoidable: bool = False  # of the checkpoint, not of the run: reported, never refused
+    argument: str | None = None  # of a load, that permits it: "elastic", or a name in `allow`
 
 
 def check_setup(accelerator: Accelerator) -> None:
@@ -238,14 +240,11 @@ def compare_with_manifest(accelerator: Accelerator, manifest: Manifest) -> list[
     for name, label in (("mixed_precision", "mixed precision"), ("device_type", "device type")):
         was, now_is = getattr(manifest.topology, name), getattr(topology, name)
         if was != now_is:
-            differences.append(Difference("model", f"{label} is {now_is}, it was {was} at the save"))
+            text = f"{label} is {now_is}, it was {was} at the save"
+            differences.append(Difference("model", text, argument=name))
     if manifest.topology.world_size != topology.world_size:
         text = f"this run has {topology.world_size} rank(s), the checkpoint was saved by {manifest.topology.world_size}"
-        differences += [Difference(state, text) for state in ("rng", "data")]
-        if manifest.num_schedulers:
-            differences.append(
-                Difference("scheduler", f"{text}; Accelerate steps it once per rank, so its pace changes")
-            )
+        differences += [Difference(state, text, argument="elastic") for state in ("rng", "data")]
     num_pending = manifest.states["optimizer"].get("num_pending", 0)
     if num_pending:
         text = f"{num_pending} backward pass(es) had been made since the last update; their gradients were not saved"
@@ -259,7 +258,7 @@ def compare_with_manifest(accelerator: Accelerator, manifest: Manifest) -> list[
     accumulation = manifest.accelerate.get("gradient_accumulation_steps")
     if accumulation not in (None, accelerator.gradient_accumulation_steps):
         text = f"gradient accumulation is {accelerator.gradient_accumulation_steps}, it was {accumulation} at the save"
-        differences.append(Difference("data", text))
+        differences.append(Difference("data", text, argument="elastic"))
     return differences
 
 
@@ -342,7 +341,7 @@ def _compare_dtypes(index: int, saved: ModelFacts, live: ModelFacts) -> list[Dif
         f"model {index}: {len(changed)} tensor(s) have another dtype ({first.fqn} is {first.dtype}, the checkpoint's "
         f"is {dtypes[first.fqn]}); torch casts them in silence"
     )
-    return [Difference("model", text)]
+    return [Difference("model", text, argument="dtype")]
 
 
 def _list_names(names: list[str]) -> str:
@@ -350,21 +349,26 @@ def _list_names(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
-def raise_on_differences(directory: Path, differences: list[Difference], *, strict: bool) -> None:
-    """Raise if any difference is fatal, or if there is any at all under `strict`.
+def raise_on_differences(directory: Path, differences: list[Difference], permissions: Permissions) -> None:
+    """Raise if any difference is fatal, or, under `strict`, if there is any that is not permitted by name.
 
     Raises:
-        MismatchError: names every difference. Nothing has been loaded.
+        MismatchError: names every difference, and the argument that permits it. Nothing has been loaded.
     """
-    refused = [each for each in differences if each.fatal or (strict and not each.unavoidable)]
+    strict = permissions.strict
+    refused = [
+        each
+        for each in differences
+        if each.fatal or (strict and not each.unavoidable and not permissions.permits(each.argument))
+    ]
     if not refused:
         return
-    lines = "\n".join(f"  - {difference.text}" for difference in refused)
+    lines = "\n".join(f"  - {each.text}{name_argument(each.argument)}" for each in refused)
     hint = (
         "Prepare the same objects, in the same order, as when it was saved."
         if any(difference.fatal for difference in refused)
-        else "Make the run as it was, or pass strict=False to go on with what can be restored; the report then says "
-        "what is not exact."
+        else "Make the run as it was, name what may differ, or pass strict=False to go on with what can be restored; "
+        "the report then says what is not exact."
     )
     raise MismatchError(
         f"{directory} does not fit this run; nothing was loaded:\n{lines}\n{hint}",

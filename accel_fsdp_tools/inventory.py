@@ -20,6 +20,7 @@ from .host_copies import HostCopies
 from .live import describe_model, describe_optimizers, describe_topology, get_raw_optimizer, get_scheduler_classes
 from .live_fingerprints import Measured, OptimizerShards, Wanted, measure_model_shards, measure_optimizer_shards
 from .manifest import Lineage, Manifest, ModelFacts, OptimizerFacts
+from .pace import PACES, PLANS, describe_plans, get_paces
 from .ranks import gather_all
 from .shards import LocalShard, iterate_local_shards
 
@@ -219,6 +220,8 @@ def build_manifest(
             "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
             "has_scaler": accelerator.scaler is not None,
             "schedulers": get_scheduler_classes(accelerator),
+            PACES: get_paces(accelerator),
+            PLANS: describe_plans(accelerator),
         },
         extra=extra,
     )

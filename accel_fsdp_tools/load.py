@@ -23,6 +23,8 @@ from .live import describe_topology, is_fsdp
 from .load_notes import LoadNotes, build_report
 from .manifest import DIRECTORY, Manifest, has_manifest, read_manifest
 from .optimizer_io import load_optimizer
+from .pace import restore_paces
+from .permissions import Permissions
 from .prepared import get_prepared
 from .progress import track as track_loaders
 from .rank_restore import read_rank_part, restore_objects, restore_rank_part
@@ -47,6 +49,8 @@ def load_state(
     *,
     verify: str = "auto",
     strict: bool = True,
+    elastic: str = "refuse",
+    allow: Sequence[str] = (),
     allow_after_step: bool = False,
     allow_objects: Sequence[str] = (),
     timeout_s: float | None = None,
@@ -69,6 +73,11 @@ def load_state(
             random generators and data progress; "files", "size" and "off" don't.
         strict: raise where a piece is missing or cannot be restored exactly because the run differs; False goes on
             with what can be restored and says in the report what is not exact.
+        elastic: what to do on another number of ranks, or with another batch size or accumulation. "exact" goes on
+            if every update is made of the same samples as it would have been, "allow" at the same sample in any case,
+            and the report says what is other; "refuse" raises. See `docs/elastic.md`.
+        allow: other differences to put up with, by name: "dataset" (its length), "num_workers", "mixed_precision",
+            "dtype", "device_type". They are reported.
         allow_after_step: go back to a checkpoint although updates have been made.
         allow_objects: classes ("module.Name") that registered objects' files may contain beside tensors and
             containers. Unpickling them runs their code: name only what you trust.
@@ -87,7 +96,7 @@ def load_state(
         input_dir,
         LoadNotes(),
         verify=verify,
-        strict=strict,
+        permissions=Permissions.make(strict=strict, elastic=elastic, allow=allow),
         allow_after_step=allow_after_step,
         allow_objects=allow_objects,
         timeout_s=timeout_s,
@@ -100,7 +109,7 @@ def load_checkpoint(
     findings: LoadNotes,
     *,
     verify: str = "auto",
-    strict: bool = True,
+    permissions: Permissions,
     allow_after_step: bool = False,
     allow_objects: Sequence[str] = (),
     timeout_s: float | None = None,
@@ -114,13 +123,13 @@ def load_checkpoint(
     manifest = run_on_each("reading the manifest", lambda: _read_manifest(directory))
     _check_same_view(directory, manifest)
     kind = run_on_each("looking at the files", lambda: layout.detect_state_dict_type(directory))
-    run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, strict, findings))
-    run_together("checking the files", lambda: _check_files(directory, manifest, verify, strict, findings))
+    run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, permissions, findings))
+    run_together("checking the files", lambda: _check_files(directory, manifest, verify, permissions.strict, findings))
     run_together(
         "scanning for code in pickles",
         lambda: scan_checkpoint(directory, allow_objects=allow_objects, share=(get_rank(), get_world_size())),
     )
-    part = read_rank_part(accelerator, directory, manifest, strict=strict, notes=findings)
+    part = read_rank_part(accelerator, directory, manifest, permissions=permissions, notes=findings)
     findings.has_begun = True
     before = take_statistics(get_prepared(accelerator)) if verify == "stats" else None
     _load_with_accelerate(accelerator, directory, manifest, kind, findings)
@@ -128,9 +137,11 @@ def load_checkpoint(
         _verify_memory(accelerator, directory, verify, before, findings)
     if manifest is not None:
         restore_objects(accelerator, directory, manifest, findings)
-    outcomes = restore_rank_part(accelerator, manifest, part, strict=strict, notes=findings)
+    outcomes = restore_rank_part(accelerator, manifest, part, strict=permissions.strict, notes=findings)
     if verify in _AFTER_LOAD:
         require_verified(verify_states(accelerator, directory, manifest, part, outcomes, findings))
+    if manifest is not None:
+        run_on_each("setting the schedulers' pace", lambda: _set_paces(accelerator, manifest, findings))
     return build_report(accelerator, directory, manifest, findings)
 
 
@@ -203,7 +214,7 @@ def _compare(
     directory: Path,
     manifest: Manifest | None,
     kind: str | None,
-    strict: bool,
+    permissions: Permissions,
     findings: LoadNotes,
 ) -> None:
     if (kind is not None) != is_fsdp(accelerator):
@@ -216,14 +227,16 @@ def _compare(
         )
     if manifest is not None:
         differences = contract.compare_with_manifest(accelerator, manifest)
-        contract.raise_on_differences(directory, differences, strict=strict)
+        contract.raise_on_differences(directory, differences, permissions)
     else:
         # What a foreign checkpoint lacks is reported, not refused: it never promised to be exact.
         differences = contract.compare_without_manifest(accelerator, directory, kind)
-        contract.raise_on_differences(directory, differences, strict=False)
+        contract.raise_on_differences(directory, differences, Permissions(strict=False))
     contract.check_complete(accelerator, directory, kind)
     for difference in differences:
-        findings.reasons[difference.state].append(difference.text)
+        # What elastic covers of the data is judged, and noted, loader by loader.
+        if difference.state != "data" or not permissions.permits(difference.argument):
+            findings.reasons[difference.state].append(difference.text)
     _note_adaptations(accelerator, manifest, kind, findings)
 
 
@@ -323,8 +336,20 @@ def _load_with_accelerate(
         run_together("loading with Accelerate", load)
     counter.count = None if manifest is None or manifest.step < 0 else manifest.step
     if manifest is not None:
-        accelerator.step = int(manifest.accelerate.get("step", 0))
+        accelerator.step = _convert_step(accelerator, manifest)
         accelerator.project_configuration.iteration = int(manifest.accelerate.get("save_iteration", 0))
+
+
+def _convert_step(accelerator: Accelerator, manifest: Manifest) -> int:
+    """Accelerate's counter of micro-batches, at the same update if more or fewer of them make one now."""
+    step, now = int(manifest.accelerate.get("step", 0)), accelerator.gradient_accumulation_steps
+    before = int(manifest.accelerate.get("gradient_accumulation_steps", now))
+    return step if before == now else step // before * now
+
+
+def _set_paces(accelerator: Accelerator, manifest: Manifest, findings: LoadNotes) -> None:
+    for each in restore_paces(accelerator, manifest.accelerate, manifest.topology.world_size):
+        (findings.notes if each.is_exact else findings.reasons["scheduler"]).append(each.text)
 
 
 def _verify_memory(

@@ -6,7 +6,7 @@ restored: ranks at different places of an epoch would wait for each other for ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,8 @@ from . import contract
 from .errors import DataProgressError, RngStateError
 from .load_notes import LoadNotes
 from .manifest import DIRECTORY, Manifest
-from .progress import LoaderOutcome
+from .permissions import Permissions
+from .progress import Brief, Carried, Change, LoaderOutcome, LoaderProgress
 from .progress import track as track_loaders
 from .rank_objects import read_rank_objects
 from .rank_state import RankState, read_rank_state
@@ -27,15 +28,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What this rank will restore: its own state if it has one, or rank 0's generators to derive new ones from."""
+    """What this rank will restore: its own state if it has one, or rank 0's generators to derive new ones from.
+
+    `loaders` are the records to restore: those of its state, or, on other ranks or settings, what became of all ranks'.
+    """
 
     state: RankState | None
     base_rng: RngSnapshot | None
     restores_data: bool
+    loaders: tuple[LoaderProgress, ...] = ()
 
 
 def read_rank_part(
-    accelerator: Accelerator, directory: Path, manifest: Manifest | None, *, strict: bool, notes: LoadNotes
+    accelerator: Accelerator, directory: Path, manifest: Manifest | None, *, permissions: Permissions, notes: LoadNotes
 ) -> RankPart:
     """Read this rank's generators and loaders, and find out whether they can be restored. Changes nothing. Collective.
 
@@ -45,7 +50,7 @@ def read_rank_part(
     found: list[RankState] = []
 
     def read() -> bool:
-        state = _read(accelerator, directory, manifest, strict, notes)
+        state = _read(directory, manifest, permissions, notes)
         found.extend([] if state is None else [state])
         return state is not None
 
@@ -55,15 +60,22 @@ def read_rank_part(
         return RankPart(None, None, restores_data=False)
     has_new_ranks = get_world_size() > manifest.topology.world_size
     base_rng = broadcast(None if state is None else state.rng) if has_new_ranks else None
-    missing = [rank for rank, has in enumerate(has_state) if not has]
+    missing = [rank for rank, has in enumerate(has_state) if not has and rank < manifest.topology.world_size]
+    change = _describe_change(accelerator, manifest, permissions)
+    part = RankPart(state, base_rng, restores_data=not missing, loaders=() if state is None else tuple(state.loaders))
+    if not missing and _is_to_be_carried(accelerator, state, change, permissions):
+        return replace(part, loaders=_carry(accelerator, directory, state, change, permissions, notes))
+    run_together("comparing the dataloaders", lambda: _judge(accelerator, directory, state, permissions, notes))
+    if has_new_ranks:
+        missing.extend(range(manifest.topology.world_size, get_world_size()))
     if missing and state is not None:
         notes.absent["data"] = f"rank(s) {', '.join(map(str, missing))} have no data progress, so no rank's is restored"
-    return RankPart(state, base_rng, restores_data=not missing)
+    elif missing and get_rank() >= manifest.topology.world_size:
+        notes.absent["data"] = f"rank {get_rank()} did not exist at the save"
+    return replace(part, restores_data=not missing)
 
 
-def _read(
-    accelerator: Accelerator, directory: Path, manifest: Manifest | None, strict: bool, notes: LoadNotes
-) -> RankState | None:
+def _read(directory: Path, manifest: Manifest | None, permissions: Permissions, notes: LoadNotes) -> RankState | None:
     rank = get_rank()
     if manifest is None:
         if (directory / f"random_states_{rank}.pkl").exists():
@@ -75,22 +87,29 @@ def _read(
         notes.absent["data"] = "the checkpoint was not written by this package and holds no data progress"
         return None
     if rank >= manifest.topology.world_size:
-        notes.absent["data"] = f"rank {rank} did not exist at the save"
         return None
     if "rng" in notes.absent:
         return None  # its file is damaged, which has been accepted
     try:
-        state = read_rank_state(directory / DIRECTORY, rank)
+        return read_rank_state(directory / DIRECTORY, rank)
     except (RngStateError, DataProgressError) as error:
-        if strict:
+        if permissions.strict:
             raise
         notes.absent["rng"] = notes.absent["data"] = str(error)
         return None
+
+
+def _judge(
+    accelerator: Accelerator, directory: Path, state: RankState | None, permissions: Permissions, notes: LoadNotes
+) -> None:
+    """Refuse, or note, what differs between the records of this rank and its loaders."""
+    if state is None:
+        return
     tracker = track_loaders(accelerator)
-    differences = tracker.check(state.loaders)
-    if strict:
-        found = [contract.Difference("data", text) for text in differences]
-        contract.raise_on_differences(directory, found, strict=True)
+    found = [contract.Difference("data", text, argument=name) for text, name in tracker.find_changes(state.loaders)]
+    if permissions.strict:
+        # Here none is permitted: those that are would have been carried over, all of them or none.
+        contract.raise_on_differences(directory, found, Permissions(strict=True))
         problems = tracker.list_problems(state.loaders)
         if problems:
             raise DataProgressError(
@@ -99,8 +118,73 @@ def _read(
                 path=str(directory),
                 actual=problems,
             )
-    notes.reasons["data"].extend(differences)
-    return state
+    notes.reasons["data"].extend(each.text for each in found)
+
+
+# -- other ranks or settings ----------------------------------------------------------------------------------------
+
+
+def _describe_change(accelerator: Accelerator, manifest: Manifest, permissions: Permissions) -> Change:
+    now = accelerator.gradient_accumulation_steps
+    return Change(
+        elastic=permissions.elastic,
+        allowed=permissions.allow,
+        accumulation_before=int(manifest.accelerate.get("gradient_accumulation_steps", now)),
+        accumulation_now=now,
+        num_ranks_before=manifest.topology.world_size,
+        num_ranks_now=get_world_size(),
+    )
+
+
+def _is_to_be_carried(
+    accelerator: Accelerator, state: RankState | None, change: Change, permissions: Permissions
+) -> bool:
+    """Whether the records mean something else here, and the caller permits what differs. The same on every rank."""
+    if (change.num_ranks_before, change.accumulation_before) != (change.num_ranks_now, change.accumulation_now):
+        return permissions.permits("elastic")
+    changes = [] if state is None else track_loaders(accelerator).find_changes(state.loaders)
+    everyone = [name for names in gather_all([name for _, name in changes]) for name in names]
+    return any(permissions.permits(name) for name in everyone)
+
+
+def _carry(
+    accelerator: Accelerator,
+    directory: Path,
+    state: RankState | None,
+    change: Change,
+    permissions: Permissions,
+    notes: LoadNotes,
+) -> tuple[LoaderProgress, ...]:
+    """Make this rank's records of those of all ranks of the save, each of which is read by one rank. Collective."""
+    rank, tracker = get_rank(), track_loaders(accelerator)
+
+    def read() -> tuple[list[LoaderProgress], list[list[Brief]]]:
+        first = state if rank == 0 and state is not None else read_rank_state(directory / DIRECTORY, 0)
+        briefs = []
+        for number in range(rank, change.num_ranks_before, change.num_ranks_now):
+            is_own = number == rank and state is not None
+            each = state if is_own and state is not None else read_rank_state(directory / DIRECTORY, number)
+            briefs.append(tracker.make_briefs(each.loaders, number))
+        return first.loaders, briefs
+
+    first, mine = run_on_each("reading the data progress of all ranks", read)
+    briefs = [each for part in gather_all(mine) for each in part if each]
+    briefs.sort(key=lambda each: each[0].rank)
+
+    def carry() -> list[Carried]:
+        own = None if state is None else state.loaders
+        carried = tracker.carry(first, own, briefs, change=change, rank=rank)
+        found = [
+            contract.Difference("data", f"dataloader {each.record.index}: {each.problem}")
+            for each in carried
+            if each.problem is not None
+        ]
+        contract.raise_on_differences(directory, found, Permissions(strict=permissions.strict))
+        return carried
+
+    carried = run_on_each("carrying the data progress over", carry)
+    notes.notes.extend(each.note for each in carried if each.note is not None)
+    return tuple(each.record for each in carried)
 
 
 def restore_rank_part(
@@ -124,28 +208,33 @@ def restore_rank_part(
 def _restore(
     accelerator: Accelerator, manifest: Manifest | None, part: RankPart, strict: bool, notes: LoadNotes
 ) -> tuple[LoaderOutcome, ...]:
-    rank = get_rank()
     outcomes: tuple[LoaderOutcome, ...] = ()
-    if part.state is None:
-        if manifest is None or rank < manifest.topology.world_size:
-            return outcomes
-        if part.base_rng is None:
-            notes.absent["rng"] = "rank 0's generators, from which a new rank's are derived, could not be read"
-            return outcomes
-        derive(part.base_rng, rank).restore()
-        notes.reasons["rng"].append(f"rank {rank} did not exist at the save: derived from rank 0's generators")
-        return outcomes
-    if part.restores_data:
-        outcomes = tuple(track_loaders(accelerator).restore(part.state.loaders, strict=strict))
+    if part.restores_data and part.loaders:
+        outcomes = tuple(track_loaders(accelerator).restore(part.loaders, strict=strict))
         for outcome in outcomes:
             if outcome.status == "absent":
                 notes.absent["data"] = f"dataloader {outcome.index}: {outcome.reason}"
             elif outcome.status == "approximate":
                 notes.reasons["data"].append(f"dataloader {outcome.index}: {outcome.reason}")
-    unused = part.state.rng.restore()
-    if unused:
-        notes.notes.append(f"saved generators of {', '.join(unused)} are not used: there is no such device here")
+    if manifest is not None:
+        _restore_rng(manifest, part, notes)
     return outcomes
+
+
+def _restore_rng(manifest: Manifest, part: RankPart, notes: LoadNotes) -> None:
+    rank, num_saved = get_rank(), manifest.topology.world_size
+    if part.state is not None:
+        unused = part.state.rng.restore()
+        if unused:
+            notes.notes.append(f"saved generators of {', '.join(unused)} are not used: there is no such device here")
+        if rank == 0 and get_world_size() < num_saved:
+            notes.reasons["rng"].append(f"the generators of {num_saved - get_world_size()} rank(s) have no rank here")
+    elif rank >= num_saved:
+        if part.base_rng is None:
+            notes.absent["rng"] = "rank 0's generators, from which a new rank's are derived, could not be read"
+            return
+        derive(part.base_rng, rank).restore()
+        notes.reasons["rng"].append(f"rank {rank} did not exist at the save: derived from rank 0's generators")
 
 
 def restore_objects(accelerator: Accelerator, directory: Path, manifest: Manifest, notes: LoadNotes) -> None:

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "accel_fsdp_tools"
 # one module and may do inside as it likes. New modules are added here, as low as they can be.
 LAYERS: list[set[str]] = [
     {"crc", "errors", "findings", "meter", "host_copies", "parts", "phases"},
-    {"extents", "names", "meetings", "files", "layout", "retention", "upstream"},
+    {"extents", "names", "meetings", "files", "layout", "permissions", "retention", "upstream"},
     {"architecture", "arguments", "placements", "ranks", "weighted_sums"},
     {"background", "formats"},
     {"fingerprint", "rng", "manifest", "ownership", "quarantine", "records"},
@@ -31,7 +31,7 @@ LAYERS: list[set[str]] = [
     {"export"},
     {"damage", "holding", "keeping", "latest", "position"},
     {"live"},
-    {"assets", "contract", "delegate", "describing", "load_notes", "optimizer_io", "shards", "steps"},
+    {"assets", "contract", "delegate", "describing", "load_notes", "optimizer_io", "pace", "shards", "steps"},
     {"live_writing", "optimizer_shards", "rank_sums", "save_checks"},
     {"compare_live", "live_fingerprints", "live_planning", "prepared", "sealing"},
     {"compare_disk", "compare_recorded"},

@@ -6,7 +6,8 @@ continue with the batch that was next, and the epochs after it are whole and in 
 `docs/design.md` says what has to be true; `exact.py` does it; `kinds.py` is where further kinds of loaders are added.
 """
 
+from .carry import Brief, Carried, Change
 from .records import LoaderOutcome, LoaderPosition, LoaderProgress
 from .tracker import DataTracker, track
 
-__all__ = ["DataTracker", "LoaderOutcome", "LoaderPosition", "LoaderProgress", "track"]
+__all__ = ["Brief", "Carried", "Change", "DataTracker", "LoaderOutcome", "LoaderPosition", "LoaderProgress", "track"]

@@ -66,13 +66,18 @@ def describe_contract(loader: Any) -> dict[str, Any]:
 
 def list_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Each fact that differs, in words with both values; empty if the contracts agree."""
-    texts: list[str] = []
+    return list(find_differences(saved, here).values())
+
+
+def find_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, str]:
+    """The same by the name of the fact."""
+    texts: dict[str, str] = {}
     for name, label in _NAMES.items():
         if name == "num_batches" and texts:
             break  # follows from the others
         before, now = saved.get(name), here.get(name)
         if before != now:
-            texts.append(f"{label}: saved {before!r}, now {now!r}")
+            texts[name] = f"{label}: saved {before!r}, now {now!r}"
     return texts
 
 

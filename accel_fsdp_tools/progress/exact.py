@@ -18,10 +18,11 @@ resumed pass: it is part of state 1, and a rank whose pass is empty would not ta
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataProgressError
+from ..errors import DataProgressError, DataProgressWarning
 from ..rng import RngSnapshot
 from .attributes import AttributeStates, AttributeWatch
 from .contract import get_index_sampler, get_num_processes
@@ -151,7 +152,7 @@ class ExactFollower(Follower):
         self._is_next_reusing_workers = False
         self._feed.prepare(
             num_to_skip=0 if saved is None else saved.batch,
-            expected_digest=None if saved is None else saved.digest,
+            expected_digest=None if saved is None else self._prove_order(loader, this, saved),
             strict=this.is_strict,
             # Workers that ran at the save are started anew here: undo the draw of their seed before the order's.
             before_iter=(
@@ -169,6 +170,21 @@ class ExactFollower(Follower):
             this.before_fetch = saved.moments["before_fetch"]
             this.before_fetch.restore(loader)
         return _WatchedIterator(iterator, loader, this)
+
+    def _prove_order(self, loader: Any, this: ExactPass, saved: LoaderProgress) -> int | None:
+        """The checksum of what is to be skipped; of a record that was made for other ranks, once it is proven."""
+        if saved.proof is None or this.epoch_start is None:
+            return saved.digest
+        try:
+            return saved.proof.prove(loader)
+        except DataProgressError as error:
+            if this.is_strict:
+                raise
+            warnings.warn(error.message, DataProgressWarning, stacklevel=2)
+            return None
+        finally:
+            this.attributes.restore(loader)
+            this.epoch_start.restore(loader)
 
     def _make_fed_iterator(self, base: Any, is_start_to_be_repeated: bool) -> Iterator[Any]:
         slot = "batch_sampler" if base.batch_sampler is not None else "sampler"
@@ -249,9 +265,10 @@ class ExactFollower(Follower):
             self._watch.expect(states)
         if saved.state != "running":
             saved.attributes.get("now", AttributeStates()).restore(loader)
-        now.restore_generators(loader)
-        self._session = session
         start = saved.moments.get("epoch_start", now)
+        # A record made for other ranks has the order's generators of the pass's beginning alone.
+        Moment(None, {**start.generators, **now.generators}).restore_generators(loader)
+        self._session = session
         self._waiting = saved if saved.state != "idle" else None
         session.expect(
             find_generators(loader),

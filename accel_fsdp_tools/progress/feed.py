@@ -87,7 +87,7 @@ class IndexFeed:
                     expected=num_to_skip,
                     actual=number,
                 ) from None
-            self._digest = _extend_digest(self._digest, batch)
+            self._digest = extend_digest(self._digest, batch)
         if self._expected_digest is not None and self._digest != self._expected_digest:
             text = (
                 f"the first {num_to_skip} batches of the epoch are not those that were handed out before the save: "
@@ -103,7 +103,7 @@ class IndexFeed:
         if self._num_to_skip:
             self.skip(indices)
         batch = next(indices)
-        self._digest = _extend_digest(self._digest, batch)
+        self._digest = extend_digest(self._digest, batch)
         self.drawn.append((self._digest, len(batch) if hasattr(batch, "__len__") else 1))
         return batch
 
@@ -122,7 +122,8 @@ class _FeedIterator:
         return self._feed.draw(self._indices)
 
 
-def _extend_digest(digest: int, batch: Any) -> int:
+def extend_digest(digest: int, batch: Any) -> int:
+    """Add a batch of indices to the checksum of those before it."""
     try:
         data = array("q", batch if isinstance(batch, (list, tuple)) else [batch]).tobytes()
     except (TypeError, OverflowError):  # indices may be anything that the dataset understands

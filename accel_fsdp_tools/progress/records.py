@@ -13,6 +13,8 @@ from .moments import Moment
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .order import OrderProof
+
 PassState = Literal["idle", "running", "exhausted"]
 Status = Literal["restored", "approximate", "absent"]
 
@@ -79,6 +81,8 @@ class LoaderProgress:
         digest: checksum of the indices handed out in this pass on this rank, None where not known.
         moments: random state when the pass began, before the fetch that is one ahead, and at the save.
         attributes: state that samplers keep besides generators, when the pass began and at the save.
+        proof: what proves that the order is the saved one where this record was made of those of another number of
+            ranks (`carry.py`). Not saved.
     """
 
     index: int
@@ -98,6 +102,7 @@ class LoaderProgress:
     known: bool = True
     moments: Mapping[str, Moment] = field(default_factory=dict)
     attributes: Mapping[str, AttributeStates] = field(default_factory=dict)
+    proof: OrderProof | None = None
 
     @property
     def position(self) -> LoaderPosition:

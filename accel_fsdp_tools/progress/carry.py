@@ -1,0 +1,409 @@
+"""Turn the records that all ranks of a save wrote into the record of one rank of another set-up.
+
+What decides the order (samplers and their generators) comes from rank 0, after a look whether all ranks had it alike;
+what decides how items are read (the global generators, those of datasets) is each rank's own. A rank that did not exist
+gets global generators derived from rank 0's, and keeps its datasets' generators as its script has made them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..rng import derive
+from .attributes import AttributeStates
+from .contract import describe_contract, get_index_sampler, list_differences
+from .elastic import GOVERNED, EpochShape, Place, find_obstacle, find_place
+from .follow import Follower
+from .generators import FoundGenerator, GeneratorState, Path, find_generators, format_path
+from .moments import Moment
+from .order import Dealing, OrderProof, find_inner_sampler
+from .places import Places
+from .records import LoaderProgress, PassState
+
+_KINDS = ("shard", "workers")
+_ORDER_ROOTS = ("generator", "batch_sampler", "sampler")
+_COVERED = {"elastic": GOVERNED, "dataset": ("dataset_length", "num_samples"), "num_workers": ("num_workers",)}
+"""By argument of a load, the facts of a contract that may differ with it."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the load is told about the new set-up: what may differ, and the numbers that no loader knows."""
+
+    elastic: str
+    allowed: tuple[str, ...]
+    accumulation_before: int
+    accumulation_now: int
+    num_ranks_before: int
+    num_ranks_now: int
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """Names of facts that may differ."""
+        arguments = (*(["elastic"] if self.elastic != "refuse" else []), *self.allowed)
+        names = [name for each in arguments for name in _COVERED.get(each, ())]
+        return (*names, "num_batches") if names else ()
+
+    def list_refused(self, saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+        """The differences between two contracts that this does not cover."""
+        covered = self.covered
+        kept = {name: value for name, value in saved.items() if name not in covered}
+        return list_differences({**here, **kept}, here)
+
+
+def find_argument(name: str) -> str | None:
+    """The argument of a load with which a fact of a contract may differ."""
+    return next((argument for argument, names in _COVERED.items() if name in names), None)
+
+
+@dataclass(frozen=True)
+class Brief:
+    """What all ranks of the new run need to know of one record of the save. Small; sent between ranks."""
+
+    rank: int
+    state: PassState
+    epoch: int
+    batch: int
+    iteration: int
+    samples: int
+    digest: int | None
+    order: str
+    is_restorable: bool
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What has to be the same on all ranks."""
+        return self.state, self.epoch, self.batch, self.iteration, self.is_restorable
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A record for this rank, with what is worth knowing of it; or why nothing but its epoch can be used."""
+
+    record: LoaderProgress
+    problem: str | None = None
+    note: str | None = None
+
+
+def make_brief(saved: LoaderProgress, follower: Follower, rank: int) -> Brief:
+    """Describe a record of the save to other ranks. Reads the loader, changes nothing."""
+    loader = follower.loader
+    moved = _move(saved, loader)
+    found = find_generators(loader)
+    skipped = _find_synchronised(loader, found) if saved.state != "running" else None
+    return Brief(
+        rank=rank,
+        state=saved.state,
+        epoch=saved.epoch,
+        batch=saved.batch,
+        iteration=saved.iteration,
+        samples=saved.samples,
+        digest=saved.digest,
+        order=_digest_order(moved, loader, skipped),
+        is_restorable=saved.restorable,
+    )
+
+
+def carry(
+    first: LoaderProgress,
+    own: LoaderProgress | None,
+    briefs: Sequence[Brief],
+    follower: Follower,
+    *,
+    change: Change,
+    rank: int,
+    is_trained: bool,
+) -> Carried:
+    """Make this rank's record of a loader.
+
+    Args:
+        first: rank 0's record.
+        own: the record of the rank of this number; None if there was none.
+        briefs: of all ranks of the save.
+        is_trained: updates are made with this loader's batches, so that it matters which samples share one.
+    """
+    loader = follower.loader
+    here = describe_contract(loader)
+    refused = change.list_refused(first.contract, here)
+    problem = "; ".join(refused) or _find_problem(first, briefs, follower)
+    if refused or (problem is not None and not first.is_untouched):
+        return _give_up(first, follower, here, problem)
+    before = EpochShape.from_contract(first.contract, change.accumulation_before)
+    now = EpochShape.from_contract(here, change.accumulation_now)
+    if before is None or now is None:
+        if first.is_untouched:
+            return Carried(dataclasses.replace(first, contract=here, kind=follower.kind.name))
+        return _give_up(first, follower, here, "the samples of a batch are not known, so the place in the order is not")
+    if before.unit != now.unit or (before.unit == "batch" and first.contract["batch_size"] != here["batch_size"]):
+        return _give_up(first, follower, here, "which samples a batch sampler puts together depends on its batch size")
+    fills_last = change.elastic == "exact" and _is_to_be_filled(before, now, loader)
+    if fills_last:
+        now = dataclasses.replace(now, is_filled=True, is_sharded=True)
+    num_micro = first.batch if first.state == "running" else 0
+    # A dataset of another length is a change of its own, which the caller has allowed.
+    obstacle = find_obstacle(before, dataclasses.replace(now, num_units=before.num_units), num_micro)
+    if obstacle is not None and change.elastic == "exact" and is_trained:
+        advice = 'Choose batch size and accumulation so that they agree, or give elastic="allow"'
+        return _give_up(first, follower, here, f"{obstacle} (then {_count(before)}; now {_count(now)}). {advice}")
+    if fills_last:
+        _fill_last_batches(loader)
+        here = describe_contract(loader)
+    place = find_place(before, now, num_micro)
+    reason = _explain(first, here, before, now, place, obstacle if is_trained else None)
+    record = _convert(first, own, follower, here, place, now, rank)
+    if record.state == "running" and first.contract.get("dataset_length") == here["dataset_length"]:
+        record = dataclasses.replace(record, proof=_make_proof(first, briefs, record, before, now, rank, change))
+    note = f"dataloader {first.index}: {_count(now)}, {_count(before)} at the save"
+    if reason is None and record.state == "running":
+        note += f"; the same {now.unit}s go into the same updates, from {now.unit} {place.num_units} of the epoch on"
+    reasons = [each for each in (first.reason, reason) if each is not None]
+    return Carried(dataclasses.replace(record, reason="; ".join(reasons) or None), note=note)
+
+
+def _give_up(first: LoaderProgress, follower: Follower, here: dict[str, Any], problem: str | None) -> Carried:
+    """A record of which nothing but the epoch can be used."""
+    record = dataclasses.replace(
+        first,
+        contract=here,
+        kind=follower.kind.name,
+        restorable=False,
+        reason=problem,
+        digest=None,
+        moments={},
+        attributes={},
+    )
+    return Carried(record, problem=problem)
+
+
+def _count(shape: EpochShape) -> str:
+    each = shape.per_micro // shape.num_processes
+    return f"{shape.num_processes} x {each} x {shape.accumulation} = {shape.per_update} {shape.unit}s per update"
+
+
+def _find_problem(first: LoaderProgress, briefs: Sequence[Brief], follower: Follower) -> str | None:
+    """Why the records of the save do not tell where a global order stood; None if they do."""
+    if first.kind not in _KINDS or follower.kind.name not in _KINDS:
+        return f"the position of a loader of kind {first.kind!r} cannot be carried to another set-up"
+    if not first.restorable:
+        return first.reason or "its position was not saved"
+    different = next((each for each in briefs if each.place != briefs[0].place), None)
+    if different is not None:
+        return (
+            f"ranks 0 and {different.rank} of the save stood at different places (batches {briefs[0].batch} and "
+            f"{different.batch}), so there is no common one"
+        )
+    different = next((each for each in briefs if each.order != briefs[0].order), None)
+    if different is not None:
+        return (
+            f"ranks 0 and {different.rank} of the save drew different orders (their samplers' states differ), so there "
+            "was no global one; give every rank the same seed, or the sampler a generator"
+        )
+    return _find_undetermined(_move(first, follower.loader), follower.loader)
+
+
+def _find_undetermined(moved: LoaderProgress, loader: Any) -> str | None:
+    known = moved.moments["epoch_start" if moved.state == "running" else "now"].generators
+    text = (
+        "the order is drawn from the global random generator in the run that saved or in this one, so it cannot be "
+        "continued; give the sampler a generator of its own, or set DataLoaderConfiguration(use_seedable_sampler=True)"
+    )
+    for each in find_generators(loader):
+        if each.decides_order and each.path not in known and type(_get_sampler(loader)).__name__ != _SEEDABLE:
+            return f"{format_path(each.path)} has no saved state: {text}"
+    sampler = _get_sampler(loader)
+    if "generator" in getattr(sampler, "__dict__", {}) and sampler.generator is None:
+        paths = [path for path in known if path[-1] == "generator" and path[0] in _ORDER_ROOTS]
+        if not paths and type(sampler).__name__ != _SEEDABLE:
+            return text
+    return None
+
+
+_SEEDABLE = "SeedableRandomSampler"  # sets its generator to a seed and the epoch itself
+
+
+def _get_sampler(loader: Any) -> Any:
+    inner = find_inner_sampler(loader)
+    return getattr(inner, "sampler", inner)
+
+
+def _explain(
+    first: LoaderProgress, here: dict[str, Any], before: EpochShape, now: EpochShape, place: Place, obstacle: str | None
+) -> str | None:
+    texts = [] if obstacle is None else [f"{obstacle} (then {_count(before)}; now {_count(now)})"]
+    lengths = first.contract.get("dataset_length"), here["dataset_length"]
+    if lengths[0] != lengths[1]:
+        texts.append(
+            f"the dataset has {lengths[1]} items, it had {lengths[0]}: the order is another, so items may come again "
+            "or be left out in this epoch"
+        )
+    if first.contract.get("num_workers") != here["num_workers"]:
+        texts.append(
+            f"num_workers is {here['num_workers']}, it was {first.contract.get('num_workers')}: random numbers "
+            "drawn while items are read are others"
+        )
+    if first.state == "running" and (place.num_repeated or texts):
+        again = f", so {place.num_repeated} that had been handed out come again" if place.num_repeated else ""
+        texts.append(f"goes on at {now.unit} {place.num_units} of the epoch{again}")
+    return "; ".join(texts) or None
+
+
+# -- one process, which Accelerate leaves alone ---------------------------------------------------------------------
+
+
+def _is_to_be_filled(before: EpochShape, now: EpochShape, loader: Any) -> bool:
+    """Whether the last batch was filled up by Accelerate at the save, and is not here because one process runs."""
+    if not before.is_filled or now.is_sharded or now.unit != "sample":
+        return False
+    return bool(now.num_short) and getattr(loader.base_dataloader, "batch_sampler", None) is not None
+
+
+def _fill_last_batches(loader: Any) -> None:
+    """Let one process end its epochs as several do: with a last batch that is filled up."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    base = loader.base_dataloader
+    base.__dict__["batch_sampler"] = BatchSamplerShard(base.batch_sampler, 1, 0)  # `DataLoader.__setattr__` refuses
+
+
+# -- records --------------------------------------------------------------------------------------------------------
+
+
+def _move(saved: LoaderProgress, loader: Any) -> LoaderProgress:
+    """Rewrite the paths of a record: with several processes there is one more layer around the batch sampler."""
+    was, is_now = saved.contract.get("even_batches") is not None, hasattr(get_index_sampler(loader), "even_batches")
+    if was == is_now:
+        return saved
+
+    def move(path: Path) -> Path:
+        if path[0] != "batch_sampler":
+            return path
+        if is_now:
+            return ("batch_sampler", *path)
+        return path[1:] if path[1:2] == ("batch_sampler",) else path
+
+    return dataclasses.replace(
+        saved,
+        moments={
+            name: Moment(each.rng, {move(path): state for path, state in each.generators.items()})
+            for name, each in saved.moments.items()
+        },
+        attributes={
+            name: AttributeStates(
+                {move(path): value for path, value in each.scalars.items()},
+                {move(path): value for path, value in each.arrays.items()},
+            )
+            for name, each in saved.attributes.items()
+        },
+    )
+
+
+def _find_synchronised(loader: Any, found: Sequence[FoundGenerator]) -> Path | None:
+    """The path of the generator that Accelerate sets to rank 0's state whenever a pass begins."""
+    if "generator" not in (getattr(loader, "rng_types", None) or ()):
+        return None
+    generator = getattr(loader, "__dict__", {}).get("synchronized_generator")
+    return next((each.path for each in found if each.generator is generator and generator is not None), None)
+
+
+def _digest_order(moved: LoaderProgress, loader: Any, skipped: Path | None) -> str:
+    """A hash of all that decides the order of the epoch: equal on ranks that draw the same one."""
+    total = hashlib.blake2b(digest_size=16)
+    start = "epoch_start" if moved.state == "running" else "now"
+    is_shared = Places(loader).is_shared(("generator",))
+    generators = moved.moments[start].generators if start in moved.moments else {}
+    for path, state in sorted(generators.items(), key=lambda item: str(item[0])):
+        is_order = path[0] in _ORDER_ROOTS and (path != ("generator",) or is_shared)
+        if is_order and path != skipped:
+            total.update(f"{path}{state.kind}".encode())
+            total.update(state.to_tensor().clone().numpy().tobytes())
+    states = moved.attributes.get(start, AttributeStates())
+    total.update(repr(sorted(states.scalars.items(), key=lambda item: str(item[0]))).encode())
+    for path, (_, array) in sorted(states.arrays.items(), key=lambda item: str(item[0])):
+        total.update(f"{path}{array.dtype}{array.shape}".encode() + array.tobytes())
+    return total.hexdigest()
+
+
+def _convert(
+    first: LoaderProgress,
+    own: LoaderProgress | None,
+    follower: Follower,
+    here: dict[str, Any],
+    place: Place,
+    now: EpochShape,
+    rank: int,
+) -> LoaderProgress:
+    moved, mine = _move(first, follower.loader), None if own is None else _move(own, follower.loader)
+    state: PassState = moved.state
+    moments = {name: _merge(name, moved, mine, rank) for name in moved.moments}
+    attributes = moved.attributes
+    batch, samples = place.num_micro, moved.samples
+    if state == "running" and now.unit == "sample":
+        samples = moved.samples_before_epoch + place.num_units
+    if state == "running" and place.num_micro == 0:  # nothing is behind it: the pass begins, in the same order
+        state = "idle"
+        moments = {"now": Moment(None, moments["epoch_start"].generators)}
+        attributes = {"now": attributes.get("epoch_start", AttributeStates())}
+    elif state == "running" and place.num_micro >= now.num_micro:  # nothing is left
+        state = "exhausted"
+        moments = {"now": Moment(moments["now"].rng, {**moved.moments["now"].generators, **moments["now"].generators})}
+        attributes = {"now": attributes.get("now", AttributeStates())}
+    elif state == "exhausted":
+        batch = now.num_micro
+    return dataclasses.replace(
+        moved,
+        kind=follower.kind.name,
+        contract=here,
+        state=state,
+        batch=0 if state == "idle" else batch,
+        samples=samples,
+        digest=None,
+        moments=moments,
+        attributes=attributes,
+    )
+
+
+def _merge(name: str, first: LoaderProgress, own: LoaderProgress | None, rank: int) -> Moment:
+    """The order's generators of rank 0, and this rank's for the rest.
+
+    In the middle of a pass the order's come from the pass's beginning alone: how far they have moved since depends on
+    how many batches are fetched ahead.
+    """
+    shared, mine = first.moments[name], None if own is None else own.moments.get(name)
+    generators: dict[Path, GeneratorState] = {}
+    if first.state != "running" or name == "epoch_start":
+        generators.update({path: each for path, each in shared.generators.items() if path[0] in _ORDER_ROOTS})
+    if mine is not None:
+        generators.update({path: each for path, each in mine.generators.items() if path[0] not in _ORDER_ROOTS})
+    rng = shared.rng if mine is None else mine.rng
+    if mine is None and rng is not None:
+        rng = derive(rng, rank)
+    return Moment(rng, generators)
+
+
+def _make_proof(
+    first: LoaderProgress,
+    briefs: Sequence[Brief],
+    record: LoaderProgress,
+    before: EpochShape,
+    now: EpochShape,
+    rank: int,
+    change: Change,
+) -> OrderProof:
+    digests = {
+        each.rank * before.num_processes // change.num_ranks_before: each.digest
+        for each in briefs
+        if each.digest is not None
+    }
+    return OrderProof(
+        before=Dealing.from_contract(first.contract, before.unit),
+        now=Dealing.from_contract(record.contract, now.unit),
+        num_micro=first.batch,
+        num_units=first.batch * before.per_micro,
+        digests=digests,
+        process=rank * now.num_processes // change.num_ranks_now,
+        num_micro_now=record.batch,
+    )

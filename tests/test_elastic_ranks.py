@@ -1,0 +1,121 @@
+"""On another number of ranks: the same samples in the same updates, at the same learning rates. Real processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.training import Setup, build, train_batch
+
+NUM_EPOCHS = 3
+
+
+@dataclass
+class Log:
+    """What one rank saw: per update the ids of its samples and the learning rate it was made with."""
+
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)  # updates made when an epoch ended
+    report: Any = None
+    position: Any = None
+
+
+def _train(
+    root: str,
+    setup: Setup,
+    *,
+    elastic: str = "refuse",
+    save_at: int | None = None,
+    stop: bool = False,
+    seed: int = 1,
+    resume: bool = True,
+    **options: Any,
+) -> Log:
+    """Train to the end, or until the checkpoint of update `save_at` is made, from the newest checkpoint."""
+    from accel_fsdp_tools import Checkpointer
+
+    objects = build(setup, seed=seed)
+    accelerator = objects.accelerator
+    log = Log()
+    with Checkpointer(accelerator, root, keep_last=None, elastic=elastic, verify="size", **options) as checkpointer:
+        position = checkpointer.resume() if resume else checkpointer.resume(fresh=True)
+        log.position, log.report = position, position.report
+        ids: list[int] = []
+        for _ in range(position.epoch, NUM_EPOCHS):
+            for batch in objects.loader:
+                ids.extend(batch["id"].tolist())
+                rate = objects.optimizer.param_groups[0]["lr"]
+                with accelerator.accumulate(objects.model):
+                    train_batch(objects, batch)
+                log.steps.append(accelerator.step)
+                checkpointer.step()
+                if accelerator.sync_gradients:
+                    log.ids[checkpointer.num_steps], ids = ids, []
+                    log.rates[checkpointer.num_steps] = float(rate)
+                    if checkpointer.num_steps == save_at:
+                        checkpointer.save()
+                        if stop:
+                            return log
+            log.ends.append(checkpointer.num_steps)
+    return log
+
+
+def _merge(logs: list[Log]) -> dict[int, list[int]]:
+    """The samples of all ranks by update."""
+    for log in logs[1:]:
+        assert (log.rates, log.steps, log.ends) == (logs[0].rates, logs[0].steps, logs[0].ends)
+    return {step: sorted(sample for log in logs for sample in log.ids[step]) for step in logs[0].ids}
+
+
+def _set(num_ranks: int, batch_size: int, accumulation: int, num_items: int = 37, **options: Any) -> tuple[int, Setup]:
+    return num_ranks, Setup(batch_size=batch_size, accumulation=accumulation, num_items=num_items, **options)
+
+
+CASES = {
+    # 37 items are 3 whole updates and one that is filled up to 12 - or, with accumulation 2, to 6.
+    "to-more": (_set(2, 6, 1), _set(3, 4, 1), 5),
+    "to-one-filled-up": (_set(2, 6, 1), _set(1, 12, 1), 6),
+    "accumulated-instead": (_set(4, 1, 3, 48), _set(2, 3, 2, 48), 6),
+    "at-an-epochs-end": (_set(3, 2, 2), _set(2, 3, 2), 4),
+    "seedable": (_set(2, 2, 3, 41, seedable=True), _set(4, 1, 3, 41, seedable=True), 5),
+}
+COVERED = ("accumulated-instead", "at-an-epochs-end", "seedable")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.matrix) if name in COVERED else name for name in CASES]
+)
+def test_the_same_samples_in_the_same_updates(tmp_path: Path, name: str) -> None:
+    (before, setup), (now, other), save_at = CASES[name]
+    root = tmp_path / "c"
+    whole = run_ranks(_train, str(root), setup, save_at=save_at, world_size=before, folder=tmp_path / "r0")
+    # Again from its checkpoint, so that a second change of the ranks begins at another place: back to the first set-up.
+    resumed = run_ranks(
+        _train, str(root), other, elastic="exact", seed=77, save_at=save_at + 3, world_size=now, folder=tmp_path / "r1"
+    )
+    expected, actual = _merge(whole), _merge(resumed)
+    assert list(actual) == list(range(save_at + 1, max(expected) + 1))
+    assert actual == {step: expected[step] for step in actual}
+    assert resumed[0].ends[-1] == whole[0].ends[-1]
+    rates = {step: whole[0].rates[step] for step in actual}
+    assert resumed[0].rates == pytest.approx(rates, rel=1e-12)
+    assert len(set(rates.values())) > 5
+    for log in resumed:
+        report = log.report
+        assert report.data.status.value == "restored", str(report)
+        assert report.scheduler.exact, str(report)
+        assert not report.rng.exact
+        assert not report.exact
+        assert any("samples per update" in note for note in report.notes), str(report)
+
+    again = run_ranks(_train, str(root), setup, elastic="exact", seed=5, world_size=before, folder=tmp_path / "r2")
+    assert again[0].position.step == save_at + 3
+    last = _merge(again)
+    assert last == {step: expected[step] for step in range(save_at + 4, max(expected) + 1)}
+    assert again[0].rates == pytest.approx({step: whole[0].rates[step] for step in last}, rel=1e-12)
