@@ -140,12 +140,14 @@ def carry(
         return _give_up(first, follower, here, "the samples of a batch are not known, so the place in the order is not")
     if before.unit != now.unit or (before.unit == "batch" and first.contract["batch_size"] != here["batch_size"]):
         return _give_up(first, follower, here, "which samples a batch sampler puts together depends on its batch size")
-    fills_last = change.elastic == "exact" and _is_to_be_filled(before, now, loader)
-    if fills_last:
-        now = dataclasses.replace(now, is_filled=True, is_sharded=True)
     num_micro = first.batch if first.state == "running" else 0
     # A dataset of another length is a change of its own, which the caller has allowed.
     obstacle = find_obstacle(before, dataclasses.replace(now, num_units=before.num_units), num_micro)
+    filled = dataclasses.replace(now, is_filled=True, is_sharded=True)
+    fills_last = obstacle is not None and _is_to_be_filled(before, now, loader)
+    fills_last = fills_last and find_obstacle(before, filled, num_micro) is None
+    if fills_last:
+        now, obstacle = filled, None
     if obstacle is not None and change.elastic == "exact" and is_trained:
         advice = 'Choose batch size and accumulation so that they agree, or give elastic="allow"'
         return _give_up(first, follower, here, f"{obstacle} (then {_count(before)}; now {_count(now)}). {advice}")
@@ -266,7 +268,10 @@ def _fill_last_batches(loader: Any) -> None:
     from accelerate.data_loader import BatchSamplerShard
 
     base = loader.base_dataloader
-    base.__dict__["batch_sampler"] = BatchSamplerShard(base.batch_sampler, 1, 0)  # `DataLoader.__setattr__` refuses
+    shard = BatchSamplerShard(base.batch_sampler, 1, 0)
+    if type(_get_sampler(loader)).__name__ == _SEEDABLE:
+        shard.sampler = _get_sampler(loader)  # as Accelerate does, so that its state is found where it was
+    base.__dict__["batch_sampler"] = shard  # `DataLoader.__setattr__` refuses
 
 
 # -- records --------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from .generators import FoundGenerator, find_generators
 from .moments import Moment
 from .places import Places
 from .records import LoaderOutcome, LoaderPosition, LoaderProgress
+from .trial import unchanged_attributes
 
 if TYPE_CHECKING:
     from .kinds import LoaderKind
@@ -176,14 +177,14 @@ class ExactFollower(Follower):
         if saved.proof is None or this.epoch_start is None:
             return saved.digest
         try:
-            return saved.proof.prove(loader)
+            with unchanged_attributes(loader):
+                return saved.proof.prove(loader, draws_seed=not saved.reuses_workers)
         except DataProgressError as error:
             if this.is_strict:
                 raise
             warnings.warn(error.message, DataProgressWarning, stacklevel=2)
             return None
         finally:
-            this.attributes.restore(loader)
             this.epoch_start.restore(loader)
 
     def _make_fed_iterator(self, base: Any, is_start_to_be_repeated: bool) -> Iterator[Any]:

@@ -72,8 +72,11 @@ class OrderProof:
     process: int = 0
     num_micro_now: int = 0
 
-    def prove(self, loader: Any) -> int:
+    def prove(self, loader: Any, *, draws_seed: bool) -> int:
         """Draw the order from the loader's sampler, which then has to be put back, and compare.
+
+        Args:
+            draws_seed: the pass begins with the draw of a seed for workers, as it does unless they run already.
 
         Returns:
             The checksum of what this rank is to skip.
@@ -81,7 +84,7 @@ class OrderProof:
         Raises:
             DataProgressError: the order is another one.
         """
-        units = list(islice(_iterate_order(loader, self.before.unit), self.num_units))
+        units = list(islice(_iterate_order(loader, self.before.unit, draws_seed), self.num_units))
         if len(units) < self.num_units:
             raise DataProgressError(
                 f"the sampler ended after {len(units)} {self.before.unit}(s), but {self.num_units} were handed out "
@@ -113,6 +116,16 @@ def find_inner_sampler(loader: Any) -> Any:
     return inner
 
 
-def _iterate_order(loader: Any, unit: str) -> Iterator[Any]:
+def _iterate_order(loader: Any, unit: str, draws_seed: bool) -> Iterator[Any]:
+    """Begin the order as a DataLoader does: a seed may come from the very generator that it is drawn from."""
+    import torch
+
     inner = find_inner_sampler(loader)
-    return iter(inner.sampler if unit == "sample" else inner)
+    base = loader.base_dataloader
+    is_lazy = unit == "sample" or inner is not get_index_sampler(loader)  # batch samplers begin with their first batch
+    indices = None if is_lazy else iter(inner)
+    if draws_seed:
+        torch.empty((), dtype=torch.int64).random_(generator=base.generator)
+    if indices is None or base.num_workers > 0:  # with workers a sampler is asked twice
+        indices = iter(inner.sampler if unit == "sample" else inner)
+    return indices
