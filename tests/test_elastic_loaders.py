@@ -10,6 +10,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from accel_fsdp_tools.errors import DataProgressWarning
+from accel_fsdp_tools.errors import DataProgressError, DataProgressWarning
 from accel_fsdp_tools.progress import Carried, Change, DataTracker, LoaderProgress
-from accel_fsdp_tools.rng import RngSnapshot
+from accel_fsdp_tools.rng import RngSnapshot, derive
 from tests.loader_kinds import (
+    BucketBatchSampler,
     HiddenTorchSampler,
     InPlaceSampler,
     LazyNumpySampler,
@@ -261,3 +263,210 @@ def test_random_set_ups(
     second.restore(carried)
     position = second.trackers[0].loaders[0]
     assert second.run(first_epoch=position.epoch)[0] == whole[save_at:]
+
+
+# -- refusals, and what is approximate ------------------------------------------------------------------------------
+
+
+def _save(make: Make, num_items: int, save_at: int, **options: Any) -> tuple[Ranks, list[Any], list[Any]]:
+    ranks = Ranks(make, num_items, **options)
+    whole, saved = ranks.run(save_at)
+    return ranks, whole, saved
+
+
+def _get_problem(carried: list[Carried]) -> str:
+    (problem,) = {each.problem for each in carried}
+    return str(problem)
+
+
+def test_whole_batches_of_a_custom_batch_sampler() -> None:
+    def make(num_items: int, batch_size: int, seed: int) -> DataLoader:
+        return DataLoader(NoisyDataset(num_items), batch_sampler=BucketBatchSampler(num_items, batch_size, seed))
+
+    before, whole, saved = _save(make, 48, 3, num_ranks=4, batch_size=3)
+    now = Ranks(make, 48, num_ranks=2, batch_size=3, accumulation=2, seed=99)
+    now.restore(now.carry(saved, before, "exact"))
+    assert now.run(first_epoch=0)[0] == whole[3:]
+    other = Ranks(make, 48, num_ranks=2, batch_size=6, seed=99)
+    assert "depends on its batch size" in _get_problem(other.carry(saved, before, "exact"))
+    alone = Ranks(make, 48, num_ranks=1, batch_size=3, accumulation=4, seed=99)
+    assert "short last batch" in _get_problem(alone.carry(saved, before, "exact"))
+
+
+def test_one_order_split_between_processes() -> None:
+    config = {"split_batches": True}
+    before, whole, saved = _save(_plain(), 41, 2, num_ranks=4, batch_size=12, **config)
+    now = Ranks(_plain(), 41, num_ranks=3, batch_size=6, accumulation=2, seed=99, **config)
+    assert "last update" in _get_problem(now.carry(saved, before, "exact"))
+    now = Ranks(_plain(), 41, num_ranks=3, batch_size=12, seed=99, **config)
+    now.restore(now.carry(saved, before, "exact"))
+    assert now.run()[0] == whole[2:]
+    unsplit = Ranks(_plain(), 41, num_ranks=3, batch_size=4, seed=99)
+    unsplit.restore(unsplit.carry(saved, before, "exact"))
+    assert unsplit.run()[0] == whole[2:]
+
+
+def test_other_updates_are_refused_with_both_numbers() -> None:
+    before, _, saved = _save(_plain(), 48, 2, num_ranks=2, batch_size=4)
+    now = Ranks(_plain(), 48, num_ranks=3, batch_size=4, seed=99)
+    problem = _get_problem(now.carry(saved, before, "exact"))
+    assert "then 2 x 4 x 1 = 8 samples per update; now 3 x 4 x 1 = 12 samples per update" in problem
+    assert 'elastic="allow"' in problem
+    assert now.num_reads == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "repeated"), [(3, 4, 8), (3, 2, 2), (4, 2, 4), (5, 2, 0), (1, 3, 2), (4, 6, 20)]
+)
+def test_allowed_it_goes_on_at_the_same_sample(ranks: int, batch_size: int, repeated: int) -> None:
+    """20 of 46 samples were handed out; a place that is no start of a batch is rounded down, so that none is missed."""
+    before, whole, saved = _save(_plain(), 46, 5, num_ranks=2, batch_size=2)
+    now = Ranks(_plain(), 46, num_ranks=ranks, batch_size=batch_size, seed=99)
+    carried = now.carry(saved, before, "allow")
+    outcomes = now.restore(carried)
+    assert {each.status for each in outcomes} == {"approximate"}
+    if repeated:
+        assert f"goes on at sample {20 - repeated} of the epoch, so {repeated} that had been" in str(outcomes[0].reason)
+    else:
+        assert "goes on at sample 20 of the epoch" in str(outcomes[0].reason)
+    assert now.trackers[0].loaders[0].samples == 20 - repeated
+    updates, _ = now.run(num_epochs=1)
+    seen = {sample for update in whole[:5] for sample in update}
+    delivered = [sample for update in updates for sample in update]
+    assert set(range(46)) - seen <= set(delivered)
+    assert repeated <= len(seen & set(delivered)) <= repeated + max(0, len(delivered) - 26 - repeated)
+    second = [sample for update in now.run(num_epochs=1)[0] for sample in update]
+    assert set(second) == set(range(46))
+
+
+def test_allowed_near_the_end_the_epoch_is_over() -> None:
+    before, _, saved = _save(_plain(drop_last=True), 23, 5, num_ranks=2, batch_size=2)
+    assert saved[0][0].state == "exhausted"
+    before, _, saved = _save(_plain(), 23, 5, num_ranks=2, batch_size=2)
+    now = Ranks(_plain(drop_last=True), 23, num_ranks=1, batch_size=20, seed=99)
+    outcomes = now.restore(now.carry(saved, before, "allow"))
+    assert (outcomes[0].epoch, outcomes[0].batch) == (0, 1)
+    assert now.run(num_epochs=1)[0] == []
+    assert len(now.run(num_epochs=1)[0]) == 1
+
+
+def test_an_order_from_the_global_generator_is_refused() -> None:
+    before, _, saved = _save(_plain(), 24, 3, num_ranks=1, batch_size=4)
+    now = Ranks(_plain(), 24, num_ranks=2, batch_size=2, seed=99)
+    for mode in ("exact", "allow"):
+        assert "global random generator" in _get_problem(now.carry(saved, before, mode))
+    carried = now.carry(saved, before, "exact")
+    for each, tracker in zip(carried, now.trackers, strict=True):
+        with pytest.raises(DataProgressError, match="global random generator"):
+            tracker.restore([each.record])
+        (outcome,) = tracker.restore([each.record], strict=False)
+        assert (outcome.status, outcome.epoch) == ("absent", 0)
+    alone = Ranks(_plain(), 24, num_ranks=1, batch_size=2, accumulation=2, seed=99)
+    assert "global random generator" in _get_problem(alone.carry(saved, before, "exact"))
+    config = {"use_seedable_sampler": True, "data_seed": 4}
+    before, whole, saved = _save(_plain(), 24, 3, num_ranks=1, batch_size=4, **config)
+    now = Ranks(_plain(), 24, num_ranks=2, batch_size=2, seed=99, **config)
+    now.restore(now.carry(saved, before, "exact"))
+    assert now.run()[0] == whole[3:]
+
+
+@pytest.mark.parametrize("save_at", [3, 6])
+def test_ranks_that_drew_different_orders_have_no_common_place(save_at: int) -> None:
+    before, _, saved = _save(
+        _plain(), 24, save_at, num_ranks=2, batch_size=2, seeds_differ=True, use_seedable_sampler=True
+    )
+    now = Ranks(_plain(), 24, num_ranks=4, batch_size=1, seed=99, use_seedable_sampler=True)
+    assert "ranks 0 and 1 of the save drew different orders" in _get_problem(now.carry(saved, before, "exact"))
+
+
+def test_ranks_at_different_places_have_no_common_place() -> None:
+    ranks = Ranks(_plain(), 20, num_ranks=2, batch_size=3, even_batches=False)  # 4 batches and 3
+    for loader in ranks.loaders:
+        for number, _ in enumerate(loader, start=1):
+            if number == 3:
+                break
+    saved = [_through_json(tracker.capture()) for tracker in ranks.trackers]
+    saved[1] = saved[1] if saved[0][0].state != saved[1][0].state else [replace(saved[1][0], iteration=5)]
+    now = Ranks(_plain(), 20, num_ranks=3, batch_size=2, seed=99)
+    assert "stood at different places" in _get_problem(now.carry(saved, ranks, "allow"))
+
+
+class ForgetfulSampler(HiddenTorchSampler):
+    """Its order depends on what no checkpoint knows."""
+
+    turn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*range(type(self).turn, self.num_items), *range(type(self).turn)])
+
+
+def test_another_order_is_noticed_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = _with_sampler(lambda data, n, s: ForgetfulSampler(n, s))
+    before, _, saved = _save(make, 24, 2, num_ranks=2, batch_size=3)
+    monkeypatch.setattr(ForgetfulSampler, "turn", 1)
+    now = Ranks(make, 24, num_ranks=3, batch_size=2, seed=99)
+    now.restore(now.carry(saved, before, "exact"))
+    for loader in now.loaders:
+        with pytest.raises(DataProgressError, match="not those that were handed out on rank 0 before the save"):
+            next(iter(loader))
+    assert now.num_reads == 0
+    lenient = Ranks(make, 24, num_ranks=3, batch_size=2, seed=99)
+    lenient.restore(lenient.carry(saved, before, "exact"), strict=False)
+    with pytest.warns(DataProgressWarning, match="not those"):
+        next(iter(lenient.loaders[0]))
+
+
+def test_saved_again_before_the_first_batch() -> None:
+    before, whole, saved = _save(_plain(), 45, 5, num_ranks=2, batch_size=6)
+    now = Ranks(_plain(), 45, num_ranks=3, batch_size=4, seed=99)
+    now.restore(now.carry(saved, before, "exact"))
+    again = [_through_json(tracker.capture()) for tracker in now.trackers]
+    same = Ranks(_plain(), 45, num_ranks=3, batch_size=4, seed=1234)
+    for tracker, records in zip(same.trackers, again, strict=True):
+        assert tracker.restore(records)[0].status == "restored"
+    assert same.run(first_epoch=1)[0] == whole[5:]
+
+
+def test_generators_of_ranks_that_were_and_that_are_new() -> None:
+    before, _, saved = _save(_plain(), 45, 2, num_ranks=2, batch_size=6)
+    now = Ranks(_plain(), 45, num_ranks=3, batch_size=4, seed=99)
+    carried = now.carry(saved, before, "exact")
+    for name in ("epoch_start", "before_fetch", "now"):
+        rngs = [each.record.moments[name].rng for each in carried]
+        expected = [records[0].moments[name].rng for records in saved]
+        expected.append(derive(expected[0], 2))
+        assert [rng.compute_digest() for rng in rngs] == [rng.compute_digest() for rng in expected]
+
+
+# -- other settings -------------------------------------------------------------------------------------------------
+
+
+def test_another_number_of_workers_where_it_is_allowed() -> None:
+    before, whole, saved = _save(_plain(), 45, 2, num_ranks=2, batch_size=6)
+    now = Ranks(_plain(num_workers=1), 45, num_ranks=2, batch_size=6, seed=99)
+    assert "num_workers: saved 0, now 1" in _get_problem(now.carry(saved, before, "exact"))
+    outcomes = now.restore(now.carry(saved, before, "refuse", "num_workers"))
+    assert {each.status for each in outcomes} == {"approximate"}
+    assert "num_workers is 1, it was 0" in str(outcomes[0].reason)
+    assert now.run(num_epochs=1)[0] == whole[2:4]
+
+
+def test_a_longer_dataset_where_it_is_allowed() -> None:
+    before, _, saved = _save(_plain(), 45, 2, num_ranks=2, batch_size=6)
+    now = Ranks(_plain(), 60, num_ranks=2, batch_size=6, seed=99)
+    assert "length of the dataset: saved 45, now 60" in _get_problem(now.carry(saved, before, "exact"))
+    outcomes = now.restore(now.carry(saved, before, "exact", "dataset"))
+    assert {each.status for each in outcomes} == {"approximate"}
+    assert "the dataset has 60 items, it had 45" in str(outcomes[0].reason)
+    assert len(now.run(num_epochs=1)[0]) == 3
+    refused = Ranks(_plain(), 60, num_ranks=2, batch_size=3, seed=99)
+    assert "6 sample(s), it took 12" in _get_problem(refused.carry(saved, before, "exact", "dataset"))
+
+
+def test_a_kind_that_is_not_restored_keeps_its_epoch_alone() -> None:
+    before, _, saved = _save(_plain(), 45, 2, num_ranks=2, batch_size=6)
+    saved = [[replace(each, kind="dispatcher", restorable=False) for each in records] for records in saved]
+    now = Ranks(_plain(), 45, num_ranks=3, batch_size=4, seed=99)
+    carried = now.carry(saved, before, "allow")
+    assert "kind 'dispatcher' cannot be carried" in _get_problem(carried)
+    assert {each.status for each in now.restore(carried, strict=False)} == {"absent"}

@@ -123,7 +123,7 @@ def _iterate_order(loader: Any, unit: str, draws_seed: bool) -> Iterator[Any]:
     inner = find_inner_sampler(loader)
     base = loader.base_dataloader
     is_lazy = unit == "sample" or inner is not get_index_sampler(loader)  # batch samplers begin with their first batch
-    indices = None if is_lazy else iter(inner)
+    indices: Iterator[Any] | None = None if is_lazy else iter(inner)
     if draws_seed:
         torch.empty((), dtype=torch.int64).random_(generator=base.generator)
     if indices is None or base.num_workers > 0:  # with workers a sampler is asked twice
