@@ -119,3 +119,77 @@ def test_the_same_samples_in_the_same_updates(tmp_path: Path, name: str) -> None
     last = _merge(again)
     assert last == {step: expected[step] for step in range(save_at + 4, max(expected) + 1)}
     assert again[0].rates == pytest.approx({step: whole[0].rates[step] for step in last}, rel=1e-12)
+
+
+def _attempt(path: str, setup: Setup, attempts: list[dict[str, Any]], *, seed: int = 2) -> tuple[list[str], Any, Any]:
+    """Load with each set of options until one is accepted: the errors, the report, what tells the random states."""
+    import torch
+
+    from accel_fsdp_tools import load_state
+    from accel_fsdp_tools.errors import MismatchError
+
+    objects = build(setup, seed=seed)
+    before = torch.get_rng_state()
+    errors, report = [], None
+    for options in attempts:
+        try:
+            report = load_state(objects.accelerator, path, **options)
+        except MismatchError as error:
+            assert report is None
+            assert torch.equal(torch.get_rng_state(), before), "a refused load has changed something"
+            errors.append(str(error))
+    return errors, report, (objects.accelerator.step, torch.rand(2).tolist())
+
+
+def _save(path: str, setup: Setup) -> None:
+    """Save within the second epoch."""
+    assert list(_train(path, setup, save_at=5, stop=True).ids) == [1, 2, 3, 4, 5]
+
+
+def test_refused_with_both_numbers_or_allowed(tmp_path: Path) -> None:
+    """2 x 6 samples per update at the save; 3 x 6 don't agree. Every rank says so, and nothing was loaded."""
+    root = tmp_path / "c"
+    run_ranks(_save, str(root), Setup(batch_size=6, accumulation=1), folder=tmp_path / "r0")
+    path = str(root / "step_00000005")
+    attempts: list[dict[str, Any]] = [{}, {"elastic": "exact"}, {"elastic": "allow"}]
+    loaded = run_ranks(
+        _attempt, path, Setup(batch_size=6, accumulation=1), attempts, world_size=3, folder=tmp_path / "r1"
+    )
+    for rank, (errors, report, _) in enumerate(loaded):
+        plain, exact = errors
+        assert 'this run has 3 rank(s), the checkpoint was saved by 2 (see elastic="exact")' in plain
+        assert "then 2 x 6 x 1 = 12 samples per update; now 3 x 6 x 1 = 18 samples per update" in exact
+        assert 'elastic="allow"' in exact
+        assert report.data.status.value == "approximate", rank
+        text = str(report)
+        assert "an update takes 18 sample(s), it took 12 at the save" in text
+        assert "goes on at sample 0 of the epoch, so 12 that had been handed out come again" in text
+        assert "rank 2 did not exist at the save: derived from rank 0's generators" in text
+        assert report.scheduler.exact
+        assert "scheduler 0 goes on with 2 step(s) per update, as at the save, where Accelerate would make 3" in text
+    assert len({repr(drawn) for _, _, (_, drawn) in loaded}) == 3
+    assert len({step for _, _, (step, _) in loaded}) == 1
+
+
+def test_other_settings_are_refused_unless_they_are_named(tmp_path: Path) -> None:
+    root = tmp_path / "c"
+    run_ranks(_save, str(root), Setup(batch_size=6, accumulation=1), folder=tmp_path / "r0")
+    path = str(root / "step_00000005")
+    other = Setup(batch_size=3, accumulation=2, mixed_precision="bf16", num_items=40)
+    attempts: list[dict[str, Any]] = [
+        {},
+        {"elastic": "exact"},
+        {"elastic": "exact", "allow": ["mixed_precision"]},
+        {"elastic": "exact", "allow": ["mixed_precision", "dataset"]},
+    ]
+    loaded = run_ranks(_attempt, path, other, attempts, folder=tmp_path / "r1")
+    for errors, report, (step, _) in loaded:
+        assert 'mixed precision is bf16, it was no at the save (see allow=["mixed_precision"])' in errors[0]
+        assert 'gradient accumulation is 2, it was 1 at the save (see elastic="exact")' in errors[0]
+        assert "mixed precision" in errors[1]
+        assert "accumulation" not in errors[1]
+        assert "length of the dataset: saved 37, now 40" in errors[2]
+        assert len(errors) == 3
+        assert "mixed precision is bf16, it was no at the save" in report.model.reasons
+        assert "the dataset has 40 items, it had 37" in str(report)
+        assert step == 2  # one update in the second epoch, of two micro-batches now

@@ -1,31 +1,21 @@
-"""Turn the records that all ranks of a save wrote into the record of one rank of another set-up.
-
-What decides the order (samplers and their generators) comes from rank 0, after a look whether all ranks had it alike;
-what decides how items are read (the global generators, those of datasets) is each rank's own. A rank that did not exist
-gets global generators derived from rank 0's, and keeps its datasets' generators as its script has made them.
-"""
+"""Turn the records that all ranks of a save wrote into the record of one rank of another set-up, or say why not."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..rng import derive
-from .attributes import AttributeStates
-from .contract import describe_contract, get_index_sampler, list_differences
+from .contract import describe_contract, list_differences
+from .converting import convert_record, digest_order, find_synchronised, move_paths
 from .elastic import GOVERNED, EpochShape, Place, find_obstacle, find_place
 from .follow import Follower
-from .generators import FoundGenerator, GeneratorState, Path, find_generators, format_path
-from .moments import Moment
+from .generators import SAMPLER_ROOTS, find_generators, format_path
 from .order import Dealing, OrderProof, find_inner_sampler
-from .places import Places
 from .records import LoaderProgress, PassState
 
 _KINDS = ("shard", "workers")
-_ORDER_ROOTS = ("generator", "batch_sampler", "sampler")
 _COVERED = {"elastic": GOVERNED, "dataset": ("dataset_length", "num_samples"), "num_workers": ("num_workers",)}
 """By argument of a load, the facts of a contract that may differ with it."""
 
@@ -92,9 +82,9 @@ class Carried:
 def make_brief(saved: LoaderProgress, follower: Follower, rank: int) -> Brief:
     """Describe a record of the save to other ranks. Reads the loader, changes nothing."""
     loader = follower.loader
-    moved = _move(saved, loader)
+    moved = move_paths(saved, loader)
     found = find_generators(loader)
-    skipped = _find_synchronised(loader, found) if saved.state != "running" else None
+    skipped = find_synchronised(loader, found) if saved.state != "running" else None
     return Brief(
         rank=rank,
         state=saved.state,
@@ -103,7 +93,7 @@ def make_brief(saved: LoaderProgress, follower: Follower, rank: int) -> Brief:
         iteration=saved.iteration,
         samples=saved.samples,
         digest=saved.digest,
-        order=_digest_order(moved, loader, skipped),
+        order=digest_order(moved, loader, skipped),
         is_restorable=saved.restorable,
     )
 
@@ -141,8 +131,8 @@ def carry(
     if before.unit != now.unit or (before.unit == "batch" and first.contract["batch_size"] != here["batch_size"]):
         return _give_up(first, follower, here, "which samples a batch sampler puts together depends on its batch size")
     num_micro = first.batch if first.state == "running" else 0
-    # A dataset of another length is a change of its own, which the caller has allowed.
-    obstacle = find_obstacle(before, dataclasses.replace(now, num_units=before.num_units), num_micro)
+    has_other_data = first.contract.get("dataset_length") != here["dataset_length"]
+    obstacle = _find_obstacle(before, now, num_micro, has_other_data)
     filled = dataclasses.replace(now, is_filled=True, is_sharded=True)
     fills_last = obstacle is not None and _is_to_be_filled(before, now, loader)
     fills_last = fills_last and find_obstacle(before, filled, num_micro) is None
@@ -156,14 +146,21 @@ def carry(
         here = describe_contract(loader)
     place = find_place(before, now, num_micro)
     reason = _explain(first, here, before, now, place, obstacle if is_trained else None)
-    record = _convert(first, own, follower, here, place, now, rank)
-    if record.state == "running" and first.contract.get("dataset_length") == here["dataset_length"]:
+    record = convert_record(first, own, follower, here, place, now, rank)
+    if record.state == "running" and not has_other_data:
         record = dataclasses.replace(record, proof=_make_proof(first, briefs, record, before, now, rank, change))
     note = f"dataloader {first.index}: {_count(now)}, {_count(before)} at the save"
     if reason is None and record.state == "running":
         note += f"; the same {now.unit}s go into the same updates, from {now.unit} {place.num_units} of the epoch on"
     reasons = [each for each in (first.reason, reason) if each is not None]
     return Carried(dataclasses.replace(record, reason="; ".join(reasons) or None), note=note)
+
+
+def _find_obstacle(before: EpochShape, now: EpochShape, num_micro: int, has_other_data: bool) -> str | None:
+    if has_other_data:  # which the caller has allowed, so that the ends of epochs need not agree
+        whole = before.per_update * now.per_update
+        before, now = (dataclasses.replace(each, num_units=whole) for each in (before, now))
+    return find_obstacle(before, now, num_micro)
 
 
 def _give_up(first: LoaderProgress, follower: Follower, here: dict[str, Any], problem: str | None) -> Carried:
@@ -204,7 +201,7 @@ def _find_problem(first: LoaderProgress, briefs: Sequence[Brief], follower: Foll
             f"ranks 0 and {different.rank} of the save drew different orders (their samplers' states differ), so there "
             "was no global one; give every rank the same seed, or the sampler a generator"
         )
-    return _find_undetermined(_move(first, follower.loader), follower.loader)
+    return _find_undetermined(move_paths(first, follower.loader), follower.loader)
 
 
 def _find_undetermined(moved: LoaderProgress, loader: Any) -> str | None:
@@ -218,7 +215,7 @@ def _find_undetermined(moved: LoaderProgress, loader: Any) -> str | None:
             return f"{format_path(each.path)} has no saved state: {text}"
     sampler = _get_sampler(loader)
     if "generator" in getattr(sampler, "__dict__", {}) and sampler.generator is None:
-        paths = [path for path in known if path[-1] == "generator" and path[0] in _ORDER_ROOTS]
+        paths = [path for path in known if path[-1] == "generator" and path[0] in SAMPLER_ROOTS]
         if not paths and type(sampler).__name__ != _SEEDABLE:
             return text
     return None
@@ -272,121 +269,6 @@ def _fill_last_batches(loader: Any) -> None:
     if type(_get_sampler(loader)).__name__ == _SEEDABLE:
         shard.sampler = _get_sampler(loader)  # as Accelerate does, so that its state is found where it was
     base.__dict__["batch_sampler"] = shard  # `DataLoader.__setattr__` refuses
-
-
-# -- records --------------------------------------------------------------------------------------------------------
-
-
-def _move(saved: LoaderProgress, loader: Any) -> LoaderProgress:
-    """Rewrite the paths of a record: with several processes there is one more layer around the batch sampler."""
-    was, is_now = saved.contract.get("even_batches") is not None, hasattr(get_index_sampler(loader), "even_batches")
-    if was == is_now:
-        return saved
-
-    def move(path: Path) -> Path:
-        if path[0] != "batch_sampler":
-            return path
-        if is_now:
-            return ("batch_sampler", *path)
-        return path[1:] if path[1:2] == ("batch_sampler",) else path
-
-    return dataclasses.replace(
-        saved,
-        moments={
-            name: Moment(each.rng, {move(path): state for path, state in each.generators.items()})
-            for name, each in saved.moments.items()
-        },
-        attributes={
-            name: AttributeStates(
-                {move(path): value for path, value in each.scalars.items()},
-                {move(path): value for path, value in each.arrays.items()},
-            )
-            for name, each in saved.attributes.items()
-        },
-    )
-
-
-def _find_synchronised(loader: Any, found: Sequence[FoundGenerator]) -> Path | None:
-    """The path of the generator that Accelerate sets to rank 0's state whenever a pass begins."""
-    if "generator" not in (getattr(loader, "rng_types", None) or ()):
-        return None
-    generator = getattr(loader, "__dict__", {}).get("synchronized_generator")
-    return next((each.path for each in found if each.generator is generator and generator is not None), None)
-
-
-def _digest_order(moved: LoaderProgress, loader: Any, skipped: Path | None) -> str:
-    """A hash of all that decides the order of the epoch: equal on ranks that draw the same one."""
-    total = hashlib.blake2b(digest_size=16)
-    start = "epoch_start" if moved.state == "running" else "now"
-    is_shared = Places(loader).is_shared(("generator",))
-    generators = moved.moments[start].generators if start in moved.moments else {}
-    for path, state in sorted(generators.items(), key=lambda item: str(item[0])):
-        is_order = path[0] in _ORDER_ROOTS and (path != ("generator",) or is_shared)
-        if is_order and path != skipped:
-            total.update(f"{path}{state.kind}".encode())
-            total.update(state.to_tensor().clone().numpy().tobytes())
-    states = moved.attributes.get(start, AttributeStates())
-    total.update(repr(sorted(states.scalars.items(), key=lambda item: str(item[0]))).encode())
-    for path, (_, array) in sorted(states.arrays.items(), key=lambda item: str(item[0])):
-        total.update(f"{path}{array.dtype}{array.shape}".encode() + array.tobytes())
-    return total.hexdigest()
-
-
-def _convert(
-    first: LoaderProgress,
-    own: LoaderProgress | None,
-    follower: Follower,
-    here: dict[str, Any],
-    place: Place,
-    now: EpochShape,
-    rank: int,
-) -> LoaderProgress:
-    moved, mine = _move(first, follower.loader), None if own is None else _move(own, follower.loader)
-    state: PassState = moved.state
-    moments = {name: _merge(name, moved, mine, rank) for name in moved.moments}
-    attributes = moved.attributes
-    batch, samples = place.num_micro, moved.samples
-    if state == "running" and now.unit == "sample":
-        samples = moved.samples_before_epoch + place.num_units
-    if state == "running" and place.num_micro == 0:  # nothing is behind it: the pass begins, in the same order
-        state = "idle"
-        moments = {"now": Moment(None, moments["epoch_start"].generators)}
-        attributes = {"now": attributes.get("epoch_start", AttributeStates())}
-    elif state == "running" and place.num_micro >= now.num_micro:  # nothing is left
-        state = "exhausted"
-        moments = {"now": Moment(moments["now"].rng, {**moved.moments["now"].generators, **moments["now"].generators})}
-        attributes = {"now": attributes.get("now", AttributeStates())}
-    elif state == "exhausted":
-        batch = now.num_micro
-    return dataclasses.replace(
-        moved,
-        kind=follower.kind.name,
-        contract=here,
-        state=state,
-        batch=0 if state == "idle" else batch,
-        samples=samples,
-        digest=None,
-        moments=moments,
-        attributes=attributes,
-    )
-
-
-def _merge(name: str, first: LoaderProgress, own: LoaderProgress | None, rank: int) -> Moment:
-    """The order's generators of rank 0, and this rank's for the rest.
-
-    In the middle of a pass the order's come from the pass's beginning alone: how far they have moved since depends on
-    how many batches are fetched ahead.
-    """
-    shared, mine = first.moments[name], None if own is None else own.moments.get(name)
-    generators: dict[Path, GeneratorState] = {}
-    if first.state != "running" or name == "epoch_start":
-        generators.update({path: each for path, each in shared.generators.items() if path[0] in _ORDER_ROOTS})
-    if mine is not None:
-        generators.update({path: each for path, each in mine.generators.items() if path[0] not in _ORDER_ROOTS})
-    rng = shared.rng if mine is None else mine.rng
-    if mine is None and rng is not None:
-        rng = derive(rng, rank)
-    return Moment(rng, generators)
 
 
 def _make_proof(
