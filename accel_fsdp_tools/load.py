@@ -23,6 +23,7 @@ from .live import describe_topology, is_fsdp
 from .load_notes import LoadNotes, build_report
 from .manifest import DIRECTORY, Manifest, has_manifest, read_manifest
 from .optimizer_io import load_optimizer
+from .options import list_overridden, read_options
 from .pace import restore_paces
 from .permissions import Permissions
 from .prepared import get_prepared
@@ -317,6 +318,7 @@ def _load_with_accelerate(
     findings: LoadNotes,
 ) -> None:
     counter = follow_steps(accelerator)
+    script = read_options(accelerator)
 
     def load() -> None:
         load_with_accelerate(accelerator, directory, optimizers=kind is None)
@@ -334,6 +336,7 @@ def _load_with_accelerate(
 
     with counter.paused(), _state_dict_type(accelerator, kind):
         run_together("loading with Accelerate", load)
+    findings.notes.extend(list_overridden(script, read_options(accelerator)))
     counter.count = None if manifest is None or manifest.step < 0 else manifest.step
     if manifest is not None:
         accelerator.step = _convert_step(accelerator, manifest)

@@ -17,7 +17,7 @@ from .manifest import DIRECTORY, Manifest
 from .permissions import Permissions
 from .progress import Brief, Carried, Change, LoaderOutcome, LoaderProgress
 from .progress import track as track_loaders
-from .rank_objects import read_rank_objects
+from .rank_objects import has_rank_objects, read_rank_objects
 from .rank_state import RankState, read_rank_state
 from .ranks import broadcast, gather_all, get_rank, get_world_size, run_on_each, run_together
 from .rng import RngSnapshot, derive
@@ -243,6 +243,12 @@ def restore_objects(accelerator: Accelerator, directory: Path, manifest: Manifes
     Collective. What the checkpoint cannot give back to every rank is noted.
     """
     run_together("restoring registered objects", lambda: _restore_objects(accelerator, directory))
+    num_saved = manifest.topology.world_size
+    if get_rank() == 0 and get_world_size() != num_saved and has_rank_objects(directory / DIRECTORY, num_saved):
+        notes.reasons["model"].append(
+            "registered objects differed between the ranks of the save: those that exist here have theirs, new ones "
+            "have rank 0's"
+        )
     divergent = manifest.states["model"].get("divergent", [])
     if divergent:
         notes.reasons["model"].append(

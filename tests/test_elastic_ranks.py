@@ -112,6 +112,7 @@ def test_the_same_samples_in_the_same_updates(tmp_path: Path, name: str) -> None
         assert report.scheduler.exact, str(report)
         assert not report.rng.exact
         assert not report.exact
+        assert "as in this script" not in str(report)
         assert any("samples per update" in note for note in report.notes), str(report)
 
     again = run_ranks(_train, str(root), setup, elastic="exact", seed=5, world_size=before, folder=tmp_path / "r2")
