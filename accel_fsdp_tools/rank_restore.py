@@ -62,6 +62,8 @@ def read_rank_part(
     base_rng = broadcast(None if state is None else state.rng) if has_new_ranks else None
     missing = [rank for rank, has in enumerate(has_state) if not has and rank < manifest.topology.world_size]
     change = _describe_change(accelerator, manifest, permissions)
+    if state is not None:
+        notes.notes.extend(track_loaders(accelerator).list_notes(state.loaders))
     part = RankPart(state, base_rng, restores_data=not missing, loaders=() if state is None else tuple(state.loaders))
     if not missing and _is_to_be_carried(accelerator, state, change, permissions):
         return replace(part, loaders=_carry(accelerator, directory, state, change, permissions, notes))

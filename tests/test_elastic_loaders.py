@@ -470,3 +470,17 @@ def test_a_kind_that_is_not_restored_keeps_its_epoch_alone() -> None:
     carried = now.carry(saved, before, "allow")
     assert "kind 'dispatcher' cannot be carried" in _get_problem(carried)
     assert {each.status for each in now.restore(carried, strict=False)} == {"absent"}
+
+
+def test_another_fingerprint_of_a_dataset_is_said() -> None:
+    def make(num_items: int, batch_size: int, seed: int) -> DataLoader:
+        loader = DataLoader(NoisyDataset(num_items), batch_size=batch_size)
+        loader.dataset._fingerprint = f"f{seed}"
+        return loader
+
+    _, _, saved = _save(make, 24, 2, num_ranks=1, batch_size=6)
+    same, other = (Ranks(make, 24, num_ranks=1, batch_size=6, seed=seed) for seed in (1, 2))
+    assert same.trackers[0].list_notes(saved[0]) == []
+    (note,) = other.trackers[0].list_notes(saved[0])
+    assert "fingerprint is f2, it was f1" in note
+    assert other.trackers[0].check(saved[0]) == []

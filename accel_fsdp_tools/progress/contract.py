@@ -61,6 +61,7 @@ def describe_contract(loader: Any) -> dict[str, Any]:
         "num_samples": _measure(sampler),
         "num_workers": int(getattr(loader, "num_workers", 0)),
         "num_batches": None if is_iterable(loader) else _measure(loader),
+        "fingerprint": _get_fingerprint(loader.dataset),
     }
 
 
@@ -81,6 +82,17 @@ def find_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> dict[
     return texts
 
 
+def describe_other_data(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Say that a dataset of Hugging Face calls itself another one now; None if it doesn't.
+
+    No difference to refuse: a step that can't be hashed gives the same data another fingerprint in every process.
+    """
+    before, now = saved.get("fingerprint"), here.get("fingerprint")
+    if before == now or None in (before, now):
+        return None
+    return f"the dataset's fingerprint is {now}, it was {before} at the save: make sure that its items are the same"
+
+
 def measure_batch(loader: Any) -> tuple[int | None, int | None]:
     """Samples that all processes together get per batch, and samples per epoch; None where not known."""
     facts = describe_contract(loader)
@@ -90,6 +102,11 @@ def measure_batch(loader: Any) -> tuple[int | None, int | None]:
     per_batch = batch_size if facts["split_batches"] else batch_size * facts["num_processes"]
     limit = facts["num_samples"] if facts["num_samples"] is not None else facts["dataset_length"]
     return per_batch, limit
+
+
+def _get_fingerprint(dataset: Any) -> str | None:
+    value = getattr(dataset, "_fingerprint", None)
+    return value if isinstance(value, str) else None
 
 
 def _measure(value: Any) -> int | None:

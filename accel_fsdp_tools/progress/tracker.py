@@ -13,7 +13,7 @@ from ..errors import DataProgressError, DataProgressWarning, UsageError
 from ..rng import RngSnapshot
 from .carry import Brief, Carried, Change, carry, find_argument, make_brief
 from .checking import ProgressDifference, find_differences
-from .contract import describe_contract, get_index_sampler, list_differences
+from .contract import describe_contract, describe_other_data, get_index_sampler, list_differences
 from .contract import find_differences as find_contract_differences
 from .follow import Follower, get_follower, install
 from .kinds import find_kind
@@ -216,6 +216,14 @@ class DataTracker:
             else:
                 changes.extend((f"loader {item.index}: {text}", None) for text in _compare(item, follower))
         return changes
+
+    def list_notes(self, saved: Sequence[LoaderProgress]) -> list[str]:
+        """What differs between the saved loaders and those here and may be all right; changes nothing."""
+        pairs = zip(saved, self._get_followers(), strict=False)
+        found = [
+            (item.index, describe_other_data(item.contract, describe_contract(each.loader))) for item, each in pairs
+        ]
+        return [f"dataloader {index}: {text}" for index, text in found if text is not None]
 
     def list_problems(self, saved: Sequence[LoaderProgress]) -> list[str]:
         """What would make a strict `restore` refuse; changes nothing.
