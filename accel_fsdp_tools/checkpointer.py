@@ -20,6 +20,7 @@ from .keeping import settle_checkpoint
 from .load import VERIFY_MODES, load_checkpoint
 from .load_notes import LoadNotes
 from .manifest import Lineage, has_manifest, read_manifest
+from .model_changes import ModelChanges, Rename
 from .permissions import Permissions
 from .position import Position, StepAndEpoch
 from .progress import track as track_loaders
@@ -146,6 +147,7 @@ class Checkpointer:
         self._save_every, self._save_every_s = save_every, save_every_s
         self._on_damage, self._max_resumes = on_damage, max_resumes
         self._verify, self._strict = verify, strict
+        self._changes: ModelChanges | None = None
         self._permissions = Permissions.make(strict=strict, elastic=elastic, allow=allow)
         self._async_save, self._when_busy = async_save, when_busy
         self._pending: PendingSave | None = None
@@ -223,7 +225,16 @@ class Checkpointer:
 
     # -- resume -------------------------------------------------------------------------------------------------
 
-    def resume(self, path: str | Path | None = None, *, fresh: bool = False) -> Position:
+    def resume(
+        self,
+        path: str | Path | None = None,
+        *,
+        fresh: bool = False,
+        rename: Rename | None = None,
+        allow_missing: Sequence[str] = (),
+        allow_unexpected: Sequence[str] = (),
+        resize: Sequence[str] = (),
+    ) -> Position:
         """Load the newest whole checkpoint of the root, or `path`, and return where training goes on.
 
         The newest is the last one along the lineage: of the latest attempt that saved anything, the highest recorded
@@ -237,6 +248,7 @@ class Checkpointer:
             path: a checkpoint to go back to; training from there becomes the newest branch with its first save. If it
                 is damaged there is no falling back.
             fresh: start anew whatever the root holds.
+            rename, allow_missing, allow_unexpected, resize: as for `load_state`.
 
         Raises:
             CheckpointIncompleteError: the root holds checkpoints, and none that can be resumed.
@@ -246,6 +258,7 @@ class Checkpointer:
         """
         if path is not None and fresh:
             raise UsageError("resume() was given both a path and fresh=True; choose one")
+        self._changes = ModelChanges.make(rename, allow_missing, allow_unexpected, resize)
         wait_for_ranks("Checkpointer.resume", timeout_s=self._timeout_s)
         self._finish()
         self._held.take(get_run_id())
@@ -278,6 +291,7 @@ class Checkpointer:
             notes,
             verify=self._verify,
             permissions=self._permissions,
+            changes=self._changes,
             allow_after_step=allow_after_step,
             allow_objects=self._allow_objects,
             timeout_s=self._timeout_s,

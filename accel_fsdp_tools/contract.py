@@ -5,6 +5,7 @@ Nothing here is collective, writes, or loads; every rank comes to its own verdic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from .live import (
     is_fsdp,
 )
 from .manifest import Manifest, ModelFacts
+from .model_changes import ModelPlan
 from .names import clean_fqn
 from .permissions import Permissions, name_argument
 
@@ -155,8 +157,11 @@ def describe_models(accelerator: Accelerator) -> tuple[ModelFacts, ...]:
     return tuple(describe_model(model) for model in accelerator._models)
 
 
-def check_complete(accelerator: Accelerator, directory: Path, kind: str | None) -> None:
+def check_complete(accelerator: Accelerator, directory: Path, kind: str | None, *, checks_names: bool = True) -> None:
     """Make sure that the files which Accelerate would load are there, before any rank enters a collective.
+
+    Args:
+        checks_names: a full file must hold every tensor of the model.
 
     Raises:
         CheckpointIncompleteError: a model's, optimizer's or scheduler's file is missing, or a full one lacks a tensor.
@@ -173,7 +178,7 @@ def check_complete(accelerator: Accelerator, directory: Path, kind: str | None) 
     for index in range(len(accelerator._models)):
         path = layout.get_model_path(directory, index, kind)
         _require(path, f"model {index}")
-        if kind == layout.FULL:
+        if kind == layout.FULL and checks_names:
             _require_tensors(path, index, accelerator._models[index])
     for index in range(len(accelerator._optimizers)):
         _require(layout.get_optimizer_path(directory, index, kind), f"optimizer {index}")
@@ -203,8 +208,14 @@ def _require_tensors(path: Path, index: int, model: torch.nn.Module) -> None:
         )
 
 
-def compare_with_manifest(accelerator: Accelerator, manifest: Manifest) -> list[Difference]:
-    """Return how the run differs from the one that the manifest describes."""
+def compare_with_manifest(
+    accelerator: Accelerator, manifest: Manifest, plans: Sequence[ModelPlan] | None = None
+) -> list[Difference]:
+    """Return how the run differs from the one that the manifest describes.
+
+    Args:
+        plans: where the tensors of models that are not the saved ones come from.
+    """
     differences = [
         *_compare_counts(
             accelerator,
@@ -218,12 +229,17 @@ def compare_with_manifest(accelerator: Accelerator, manifest: Manifest) -> list[
         )
     ]
     for index, (saved, live) in enumerate(zip(manifest.models, describe_models(accelerator), strict=False)):
-        differences += _compare_shapes(
-            index,
-            {tensor.fqn: tensor.shape for tensor in saved.tensors},
-            {tensor.fqn: tensor.shape for tensor in live.tensors},
-        )
-        differences += _compare_dtypes(index, saved, live)
+        dtypes = {tensor.fqn: tensor.dtype for tensor in saved.tensors}
+        if plans is not None:
+            differences += [Difference("model", text, fatal=True) for text in plans[index].problems]
+            dtypes = {name: dtypes[source] for name, source in plans[index].sources.items()}
+        else:
+            differences += _compare_shapes(
+                index,
+                {tensor.fqn: tensor.shape for tensor in saved.tensors},
+                {tensor.fqn: tensor.shape for tensor in live.tensors},
+            )
+        differences += _compare_dtypes(index, dtypes, live)
     for index, (before, now) in enumerate(zip(manifest.optimizers, describe_optimizers(accelerator), strict=False)):
         if before.class_name != now.class_name or before.num_param_groups != now.num_param_groups:
             text = (
@@ -331,8 +347,7 @@ def _compare_shapes(
     return differences
 
 
-def _compare_dtypes(index: int, saved: ModelFacts, live: ModelFacts) -> list[Difference]:
-    dtypes = {tensor.fqn: tensor.dtype for tensor in saved.tensors}
+def _compare_dtypes(index: int, dtypes: dict[str, str], live: ModelFacts) -> list[Difference]:
     changed = [tensor for tensor in live.tensors if dtypes.get(tensor.fqn, tensor.dtype) != tensor.dtype]
     if not changed:
         return []

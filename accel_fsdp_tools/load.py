@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import background, contract, layout
 from .commit import PARTIAL, find_checkpoints, find_interrupted, looks_like_checkpoint, recover
-from .delegate import load_with_accelerate
 from .errors import (
     CheckpointIncompleteError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     MismatchError,
+    UnsupportedError,
     UsageError,
 )
 from .files import check_files, list_files
 from .formats.scan import scan_checkpoint
 from .live import describe_topology, is_fsdp
 from .load_notes import LoadNotes, build_report
+from .load_objects import load_objects
 from .manifest import DIRECTORY, Manifest, has_manifest, read_manifest
-from .optimizer_io import load_optimizer
-from .options import list_overridden, read_options
+from .model_changes import ModelChanges, ModelPlan, Rename, make_plans
 from .pace import restore_paces
 from .permissions import Permissions
 from .prepared import get_prepared
@@ -52,6 +51,10 @@ def load_state(
     strict: bool = True,
     elastic: str = "refuse",
     allow: Sequence[str] = (),
+    rename: Rename | None = None,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+    resize: Sequence[str] = (),
     allow_after_step: bool = False,
     allow_objects: Sequence[str] = (),
     timeout_s: float | None = None,
@@ -79,6 +82,10 @@ def load_state(
             and the report says what is other; "refuse" raises. See `docs/elastic.md`.
         allow: other differences to put up with, by name: "dataset" (its length), "num_workers", "mixed_precision",
             "dtype", "device_type". They are reported.
+        rename, allow_missing, allow_unexpected, resize: what has changed in the model since the save: new names by old
+            ones (of tensors or modules; or a function), tensors that only the model or only the checkpoint has, and
+            tensors with another first dimension, by name or pattern. Without them any difference is an error, and so
+            is any that they don't name. See `docs/elastic.md`.
         allow_after_step: go back to a checkpoint although updates have been made.
         allow_objects: classes ("module.Name") that registered objects' files may contain beside tensors and
             containers. Unpickling them runs their code: name only what you trust.
@@ -98,6 +105,7 @@ def load_state(
         LoadNotes(),
         verify=verify,
         permissions=Permissions.make(strict=strict, elastic=elastic, allow=allow),
+        changes=ModelChanges.make(rename, allow_missing, allow_unexpected, resize),
         allow_after_step=allow_after_step,
         allow_objects=allow_objects,
         timeout_s=timeout_s,
@@ -111,6 +119,7 @@ def load_checkpoint(
     *,
     verify: str = "auto",
     permissions: Permissions,
+    changes: ModelChanges | None = None,
     allow_after_step: bool = False,
     allow_objects: Sequence[str] = (),
     timeout_s: float | None = None,
@@ -124,7 +133,8 @@ def load_checkpoint(
     manifest = run_on_each("reading the manifest", lambda: _read_manifest(directory))
     _check_same_view(directory, manifest)
     kind = run_on_each("looking at the files", lambda: layout.detect_state_dict_type(directory))
-    run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, permissions, findings))
+    plans = run_on_each("planning the models", lambda: _make_plans(accelerator, directory, manifest, kind, changes))
+    run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, plans, permissions, findings))
     run_together("checking the files", lambda: _check_files(directory, manifest, verify, permissions.strict, findings))
     run_together(
         "scanning for code in pickles",
@@ -133,8 +143,8 @@ def load_checkpoint(
     part = read_rank_part(accelerator, directory, manifest, permissions=permissions, notes=findings)
     findings.has_begun = True
     before = take_statistics(get_prepared(accelerator)) if verify == "stats" else None
-    _load_with_accelerate(accelerator, directory, manifest, kind, findings)
-    if verify in _AFTER_LOAD:
+    load_objects(accelerator, directory, manifest, kind, plans, findings, verify=verify in _AFTER_LOAD)
+    if verify in _AFTER_LOAD and plans is None:
         _verify_memory(accelerator, directory, verify, before, findings)
     if manifest is not None:
         restore_objects(accelerator, directory, manifest, findings)
@@ -210,11 +220,31 @@ def _check_same_view(directory: Path, manifest: Manifest | None) -> None:
         )
 
 
+def _make_plans(
+    accelerator: Accelerator,
+    directory: Path,
+    manifest: Manifest | None,
+    kind: str | None,
+    changes: ModelChanges | None,
+) -> tuple[ModelPlan, ...] | None:
+    """Find out where every tensor comes from, if the caller says that the model has changed."""
+    if changes is None:
+        return None
+    if manifest is None or kind is None:
+        raise UnsupportedError(
+            f"{directory}: rename, allow_missing, allow_unexpected and resize work with checkpoints that this package "
+            "has saved under FSDP. Load this one into the model as it was, and save it with save_state.",
+            path=str(directory),
+        )
+    return make_plans(manifest.models, contract.describe_models(accelerator), changes)
+
+
 def _compare(
     accelerator: Accelerator,
     directory: Path,
     manifest: Manifest | None,
     kind: str | None,
+    plans: Sequence[ModelPlan] | None,
     permissions: Permissions,
     findings: LoadNotes,
 ) -> None:
@@ -227,13 +257,13 @@ def _compare(
             actual=str(accelerator.distributed_type.value),
         )
     if manifest is not None:
-        differences = contract.compare_with_manifest(accelerator, manifest)
+        differences = contract.compare_with_manifest(accelerator, manifest, plans)
         contract.raise_on_differences(directory, differences, permissions)
     else:
         # What a foreign checkpoint lacks is reported, not refused: it never promised to be exact.
         differences = contract.compare_without_manifest(accelerator, directory, kind)
         contract.raise_on_differences(directory, differences, Permissions(strict=False))
-    contract.check_complete(accelerator, directory, kind)
+    contract.check_complete(accelerator, directory, kind, checks_names=plans is None)
     for difference in differences:
         # What elastic covers of the data is judged, and noted, loader by loader.
         if difference.state != "data" or not permissions.permits(difference.argument):
@@ -292,64 +322,6 @@ def _check_files(directory: Path, manifest: Manifest | None, verify: str, strict
             findings.notes.append(f"{len(extra)} file(s) that the manifest does not list: {', '.join(extra[:5])}")
 
 
-@contextmanager
-def _state_dict_type(accelerator: Accelerator, kind: str | None) -> Iterator[None]:
-    """Set FSDP to the state-dict type of the files for the duration of the load."""
-    if kind is None or accelerator.state.fsdp_plugin.state_dict_type.name == kind:
-        yield
-        return
-    plugin = accelerator.state.fsdp_plugin
-    names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
-    old = {name: getattr(plugin, name) for name in names}
-    plugin.state_dict_config = plugin.optim_state_dict_config = None
-    plugin.set_state_dict_type(kind)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            setattr(plugin, name, value)
-
-
-def _load_with_accelerate(
-    accelerator: Accelerator,
-    directory: Path,
-    manifest: Manifest | None,
-    kind: str | None,
-    findings: LoadNotes,
-) -> None:
-    counter = follow_steps(accelerator)
-    script = read_options(accelerator)
-
-    def load() -> None:
-        load_with_accelerate(accelerator, directory, optimizers=kind is None)
-        for index in range(len(accelerator._optimizers) if kind is not None else 0):
-            facts = manifest.optimizers[index] if manifest is not None else None
-            fresh = load_optimizer(
-                accelerator,
-                index,
-                directory,
-                kind=str(kind),
-                was_empty=facts is not None and facts.is_empty,
-            )
-            unexpected = sorted(set(fresh) - set(facts.stateless if facts is not None else ()))
-            _note_stateless(index, fresh, unexpected, facts is not None, findings)
-
-    with counter.paused(), _state_dict_type(accelerator, kind):
-        run_together("loading with Accelerate", load)
-    findings.notes.extend(list_overridden(script, read_options(accelerator)))
-    counter.count = None if manifest is None or manifest.step < 0 else manifest.step
-    if manifest is not None:
-        accelerator.step = _convert_step(accelerator, manifest)
-        accelerator.project_configuration.iteration = int(manifest.accelerate.get("save_iteration", 0))
-
-
-def _convert_step(accelerator: Accelerator, manifest: Manifest) -> int:
-    """Accelerate's counter of micro-batches, at the same update if more or fewer of them make one now."""
-    step, now = int(manifest.accelerate.get("step", 0)), accelerator.gradient_accumulation_steps
-    before = int(manifest.accelerate.get("gradient_accumulation_steps", now))
-    return step if before == now else step // before * now
-
-
 def _set_paces(accelerator: Accelerator, manifest: Manifest, findings: LoadNotes) -> None:
     for each in restore_paces(accelerator, manifest.accelerate, manifest.topology.world_size):
         (findings.notes if each.is_exact else findings.reasons["scheduler"]).append(each.text)
@@ -370,17 +342,3 @@ def _verify_memory(
     counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
     findings.notes.append(f"memory was compared with the checkpoint ({report.mode}: {counts})")
     findings.notes.extend(f"{each.severity.value}: {each.message}" for each in report.findings)
-
-
-def _note_stateless(
-    index: int, fresh: list[str], unexpected: list[str], has_manifest: bool, findings: LoadNotes
-) -> None:
-    if unexpected and has_manifest:
-        findings.reasons["optimizer"].append(
-            f"optimizer {index}: no state on disk for {', '.join(unexpected[:5])}, which had some when it was saved"
-        )
-    elif fresh:
-        findings.notes.append(
-            f"optimizer {index}: {len(fresh)} trainable parameter(s) had no state when saved (they never got a "
-            f"gradient) and start without: {', '.join(fresh[:5])}"
-        )
