@@ -184,8 +184,16 @@ def _carry(
         contract.raise_on_differences(directory, found, Permissions(strict=permissions.strict))
         return carried
 
+    was, now = (change.num_ranks_before, change.accumulation_before), (change.num_ranks_now, change.accumulation_now)
+    changes = [] if state is None else tracker.find_changes(state.loaders)
+    is_cut_otherwise = was != now or any(name == "elastic" for _, name in changes)
     carried = run_on_each("carrying the data progress over", carry)
     notes.notes.extend(each.note for each in carried if each.note is not None)
+    if is_cut_otherwise:
+        notes.reasons["model"].append("an update is cut into other micro-batches: sums over them may round differently")
+        notes.reasons["rng"].append(
+            "an update is cut into other micro-batches: dropout and augmentation hit other samples than they would have"
+        )
     return tuple(each.record for each in carried)
 
 

@@ -115,6 +115,8 @@ def test_the_same_samples_in_the_same_updates(tmp_path: Path, name: str) -> None
         assert "as in this script" not in str(report)
         assert any("samples per update" in note for note in report.notes), str(report)
 
+    if name == "to-more":
+        return  # the way back is another case's
     again = run_ranks(_train, str(root), setup, elastic="exact", seed=5, world_size=before, folder=tmp_path / "r2")
     assert again[0].position.step == save_at + 3
     last = _merge(again)
@@ -147,11 +149,16 @@ def _save(path: str, setup: Setup) -> None:
     assert list(_train(path, setup, save_at=5, stop=True).ids) == [1, 2, 3, 4, 5]
 
 
-def test_refused_with_both_numbers_or_allowed(tmp_path: Path) -> None:
-    """2 x 6 samples per update at the save; 3 x 6 don't agree. Every rank says so, and nothing was loaded."""
-    root = tmp_path / "c"
-    run_ranks(_save, str(root), Setup(batch_size=6, accumulation=1), folder=tmp_path / "r0")
-    path = str(root / "step_00000005")
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of two ranks that take 2 x 6 samples per update, within the second epoch."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(_save, str(folder / "c"), Setup(batch_size=6, accumulation=1), folder=folder / "r0")
+    return str(folder / "c" / "step_00000005")
+
+
+def test_refused_with_both_numbers_or_allowed(tmp_path: Path, path: str) -> None:
+    """3 x 6 samples per update don't agree. Every rank says so, and nothing was loaded."""
     attempts: list[dict[str, Any]] = [{}, {"elastic": "exact"}, {"elastic": "allow"}]
     loaded = run_ranks(
         _attempt, path, Setup(batch_size=6, accumulation=1), attempts, world_size=3, folder=tmp_path / "r1"
@@ -172,10 +179,7 @@ def test_refused_with_both_numbers_or_allowed(tmp_path: Path) -> None:
     assert len({step for _, _, (step, _) in loaded}) == 1
 
 
-def test_other_settings_are_refused_unless_they_are_named(tmp_path: Path) -> None:
-    root = tmp_path / "c"
-    run_ranks(_save, str(root), Setup(batch_size=6, accumulation=1), folder=tmp_path / "r0")
-    path = str(root / "step_00000005")
+def test_other_settings_are_refused_unless_they_are_named(tmp_path: Path, path: str) -> None:
     other = Setup(batch_size=3, accumulation=2, mixed_precision="bf16", num_items=40)
     attempts: list[dict[str, Any]] = [
         {},
@@ -193,4 +197,5 @@ def test_other_settings_are_refused_unless_they_are_named(tmp_path: Path) -> Non
         assert len(errors) == 3
         assert "mixed precision is bf16, it was no at the save" in report.model.reasons
         assert "the dataset has 40 items, it had 37" in str(report)
+        assert "dropout and augmentation hit other samples" in str(report.rng.reasons)
         assert step == 2  # one update in the second epoch, of two micro-batches now
