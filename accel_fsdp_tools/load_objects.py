@@ -90,7 +90,7 @@ def _convert_step(accelerator: Accelerator, manifest: Manifest) -> int:
     """Accelerate's counter of micro-batches, at the same update if more or fewer of them make one now."""
     step, now = int(manifest.accelerate.get("step", 0)), accelerator.gradient_accumulation_steps
     before = int(manifest.accelerate.get("gradient_accumulation_steps", now))
-    return step if before == now else step // before * now
+    return step if before == now else step // max(1, before) * now
 
 
 def _load_by_plan(

@@ -112,14 +112,21 @@ def restore_paces(accelerator: Accelerator, facts: Mapping[str, Any], num_ranks_
     outcomes = []
     for index, wrapped in enumerate(accelerator._schedulers):
         own = _get_own_pace(accelerator, wrapped)
-        before = _get(
-            facts.get(PACES), index, None if own is None else (own if wrapped.split_batches else num_ranks_before)
-        )
-        vars(wrapped).pop("step", None)
-        outcome = _restore(index, wrapped, before, own, _get(facts.get(PLANS), index, None))
+        unknown = None if own is None else (own if wrapped.split_batches else num_ranks_before)
+        before, plan = _get(facts.get(PACES), index, unknown), _get(facts.get(PLANS), index, None)
+        if isinstance(vars(wrapped).get("step"), _KeptPace):  # of an earlier load
+            del wrapped.step
+        is_pace = before is None or (type(before) is int and before > 0)
+        outcome = _restore(index, wrapped, before if is_pace else unknown, own, plan if _is_plan(plan) else None)
         if outcome is not None:
             outcomes.append(outcome)
     return outcomes
+
+
+def _is_plan(plan: Any) -> bool:
+    """Whether a manifest holds what `describe_plans` makes."""
+    is_list = isinstance(plan, list) and all(isinstance(rates, list) for rates in plan)
+    return is_list and all(type(rate) in (int, float) for rates in plan for rate in rates)
 
 
 def _get(values: Any, index: int, default: Any) -> Any:
@@ -164,7 +171,7 @@ def _restore(
 def _agrees(plan: Sequence[Sequence[float]] | None, other: Sequence[Sequence[float]] | None) -> bool:
     if plan is None or other is None:
         return plan is other
-    pairs = [(a, b) for rates, others in zip(plan, other, strict=False) for a, b in zip(rates, others, strict=True)]
+    pairs = [(a, b) for rates, others in zip(plan, other, strict=False) for a, b in zip(rates, others, strict=False)]
     return all(math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=1e-300) for a, b in pairs)
 
 

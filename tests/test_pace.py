@@ -128,6 +128,19 @@ def test_an_old_checkpoint_says_nothing_of_paces(monkeypatch: pytest.MonkeyPatch
         assert second.run(monkeypatch, 7) == [pytest.approx(rates, rel=1e-9) for rates in whole[5:]]
 
 
+def test_a_manifest_that_says_nonsense_is_as_one_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Run(_lambda, 2)
+    whole = first.run(monkeypatch, 12)
+    again = Run(_lambda, 2)
+    again.run(monkeypatch, 5)
+    state, optimizer, _ = again.save()
+    for facts in ({PACES: ["2"], PLANS: [[1, 2]]}, {PACES: [0], PLANS: ["x"]}, {PACES: 3, PLANS: [[["a"]]]}):
+        second = Run(_lambda, 3, length=24)
+        (outcome,) = second.load((state, optimizer, facts), 2)
+        assert outcome.is_exact
+        assert second.run(monkeypatch, 7) == [pytest.approx(rates, rel=1e-9) for rates in whole[5:]]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_another_schedule_of_the_script_is_told_with_both_numbers(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Run(_lambda, 2)
