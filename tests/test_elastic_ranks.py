@@ -26,6 +26,25 @@ class Log:
     position: Any = None
 
 
+class Kept:
+    """An object that a script registers; its value may be the rank's own."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def _register(accelerator: Any, *values: int) -> list[Kept]:
+    kept = [Kept(value) for value in values]
+    accelerator.register_for_checkpointing(*kept)
+    return kept
+
+
 def _train(
     root: str,
     setup: Setup,
@@ -42,6 +61,7 @@ def _train(
 
     objects = build(setup, seed=seed)
     accelerator = objects.accelerator
+    _register(accelerator, 5, 10 + accelerator.process_index)
     log = Log()
     with Checkpointer(accelerator, root, keep_last=None, elastic=elastic, verify="size", **options) as checkpointer:
         position = checkpointer.resume() if resume else checkpointer.resume(fresh=True)
@@ -132,6 +152,7 @@ def _attempt(path: str, setup: Setup, attempts: list[dict[str, Any]], *, seed: i
     from accel_fsdp_tools.errors import MismatchError
 
     objects = build(setup, seed=seed)
+    kept = _register(objects.accelerator, -1, -1)
     before = torch.get_rng_state()
     errors, report = [], None
     for options in attempts:
@@ -141,7 +162,8 @@ def _attempt(path: str, setup: Setup, attempts: list[dict[str, Any]], *, seed: i
             assert report is None
             assert torch.equal(torch.get_rng_state(), before), "a refused load has changed something"
             errors.append(str(error))
-    return errors, report, (objects.accelerator.step, torch.rand(2).tolist())
+    values = [each.value for each in kept]
+    return errors, report, (objects.accelerator.step, torch.rand(2).tolist(), values)
 
 
 def _save(path: str, setup: Setup) -> None:
@@ -175,8 +197,10 @@ def test_refused_with_both_numbers_or_allowed(tmp_path: Path, path: str) -> None
         assert "rank 2 did not exist at the save: derived from rank 0's generators" in text
         assert report.scheduler.exact
         assert "scheduler 0 goes on with 2 step(s) per update, as at the save, where Accelerate would make 3" in text
-    assert len({repr(drawn) for _, _, (_, drawn) in loaded}) == 3
-    assert len({step for _, _, (step, _) in loaded}) == 1
+        assert "registered objects differed between the ranks of the save" in text
+    assert len({repr(drawn) for _, _, (_, drawn, _) in loaded}) == 3
+    assert len({step for _, _, (step, _, _) in loaded}) == 1
+    assert [values for _, _, (_, _, values) in loaded] == [[5, 10], [5, 11], [5, 10]]
 
 
 def test_other_settings_are_refused_unless_they_are_named(tmp_path: Path, path: str) -> None:
@@ -188,7 +212,8 @@ def test_other_settings_are_refused_unless_they_are_named(tmp_path: Path, path: 
         {"elastic": "exact", "allow": ["mixed_precision", "dataset"]},
     ]
     loaded = run_ranks(_attempt, path, other, attempts, folder=tmp_path / "r1")
-    for errors, report, (step, _) in loaded:
+    for rank, (errors, report, (step, _, values)) in enumerate(loaded):
+        assert values == [5, 10 + rank]
         assert 'mixed precision is bf16, it was no at the save (see allow=["mixed_precision"])' in errors[0]
         assert 'gradient accumulation is 2, it was 1 at the save (see elastic="exact")' in errors[0]
         assert "mixed precision" in errors[1]
