@@ -20,6 +20,8 @@ from .keeping import settle_checkpoint
 from .load import VERIFY_MODES, load_checkpoint
 from .load_notes import LoadNotes
 from .manifest import Lineage, has_manifest, read_manifest
+from .model_changes import ModelChanges, Rename
+from .permissions import Permissions
 from .position import Position, StepAndEpoch
 from .progress import check_data_resume
 from .progress import track as track_loaders
@@ -87,6 +89,7 @@ class Checkpointer:
         train_dataloader: the prepared loader that `Position` speaks of; needed only when several are prepared and
             not exactly one of them shuffles.
         strict: as for `load_state` and `save_state`.
+        elastic, allow: as for `load_state`.
         tokenizer: as for `save_state`.
         allow_objects: as for `load_state`.
         data_resume: as for `load_state`.
@@ -118,6 +121,8 @@ class Checkpointer:
         when_busy: str = "wait",
         train_dataloader: Any = None,
         strict: bool = True,
+        elastic: str = "refuse",
+        allow: Sequence[str] = (),
         tokenizer: Any = None,
         allow_objects: Sequence[str] = (),
         data_resume: str = "skip",
@@ -147,13 +152,16 @@ class Checkpointer:
         self._verify, self._strict = verify, strict
         check_data_resume(data_resume)
         self._data_resume = data_resume
+        self._changes: ModelChanges | None = None
+        self._permissions = Permissions.make(strict=strict, elastic=elastic, allow=allow)
         self._async_save, self._when_busy = async_save, when_busy
         self._pending: PendingSave | None = None
         self._allow_objects, self._timeout_s = tuple(allow_objects), timeout_s
         check_tokenizer(tokenizer)
         self._tokenizer = tokenizer
         self._tracker = track_loaders(accelerator)
-        self._counter = StepAndEpoch(self._tracker, self._tracker.find_train_loader(train_dataloader))
+        self._tracker.train_index = self._tracker.find_train_loader(train_dataloader)
+        self._counter = StepAndEpoch(self._tracker, self._tracker.train_index)
         follow_steps(accelerator)
         self._held = HeldRoot(self.root)
         self._parent_id: str | None = None
@@ -222,7 +230,16 @@ class Checkpointer:
 
     # -- resume -------------------------------------------------------------------------------------------------
 
-    def resume(self, path: str | Path | None = None, *, fresh: bool = False) -> Position:
+    def resume(
+        self,
+        path: str | Path | None = None,
+        *,
+        fresh: bool = False,
+        rename: Rename | None = None,
+        allow_missing: Sequence[str] = (),
+        allow_unexpected: Sequence[str] = (),
+        resize: Sequence[str] = (),
+    ) -> Position:
         """Load the newest whole checkpoint of the root, or `path`, and return where training goes on.
 
         The newest is the last one along the lineage: of the latest attempt that saved anything, the highest recorded
@@ -236,6 +253,7 @@ class Checkpointer:
             path: a checkpoint to go back to; training from there becomes the newest branch with its first save. If it
                 is damaged there is no falling back.
             fresh: start anew whatever the root holds.
+            rename, allow_missing, allow_unexpected, resize: as for `load_state`.
 
         Raises:
             CheckpointIncompleteError: the root holds checkpoints, and none that can be resumed.
@@ -245,6 +263,7 @@ class Checkpointer:
         """
         if path is not None and fresh:
             raise UsageError("resume() was given both a path and fresh=True; choose one")
+        self._changes = ModelChanges.make(rename, allow_missing, allow_unexpected, resize)
         wait_for_ranks("Checkpointer.resume", timeout_s=self._timeout_s)
         self._finish()
         self._held.take(get_run_id())
@@ -276,7 +295,8 @@ class Checkpointer:
             path,
             notes,
             verify=self._verify,
-            strict=self._strict,
+            permissions=self._permissions,
+            changes=self._changes,
             allow_after_step=allow_after_step,
             allow_objects=self._allow_objects,
             data_resume=self._data_resume,

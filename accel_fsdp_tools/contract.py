@@ -5,6 +5,7 @@ Nothing here is collective, writes, or loads; every rank comes to its own verdic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,9 @@ from .live import (
     is_fsdp,
 )
 from .manifest import Manifest, ModelFacts
+from .model_changes import ModelPlan
 from .names import clean_fqn
+from .permissions import Permissions, name_argument
 
 if TYPE_CHECKING:
     import torch
@@ -44,13 +47,14 @@ class Difference:
     """One way in which checkpoint and run differ, and the state whose exactness it costs.
 
     A fatal one makes the load impossible or senseless; any other is refused too unless the caller asked for
-    `strict=False`, and is then reported.
+    `strict=False` or named it, and is then reported.
     """
 
     state: str
     text: str
     fatal: bool = False
     unavoidable: bool = False  # of the checkpoint, not of the run: reported, never refused
+    argument: str | None = None  # of a load, that permits it: "elastic", or a name in `allow`
 
 
 def check_setup(accelerator: Accelerator) -> None:
@@ -153,8 +157,11 @@ def describe_models(accelerator: Accelerator) -> tuple[ModelFacts, ...]:
     return tuple(describe_model(model) for model in accelerator._models)
 
 
-def check_complete(accelerator: Accelerator, directory: Path, kind: str | None) -> None:
+def check_complete(accelerator: Accelerator, directory: Path, kind: str | None, *, checks_names: bool = True) -> None:
     """Make sure that the files which Accelerate would load are there, before any rank enters a collective.
+
+    Args:
+        checks_names: a full file must hold every tensor of the model.
 
     Raises:
         CheckpointIncompleteError: a model's, optimizer's or scheduler's file is missing, or a full one lacks a tensor.
@@ -171,7 +178,7 @@ def check_complete(accelerator: Accelerator, directory: Path, kind: str | None) 
     for index in range(len(accelerator._models)):
         path = layout.get_model_path(directory, index, kind)
         _require(path, f"model {index}")
-        if kind == layout.FULL:
+        if kind == layout.FULL and checks_names:
             _require_tensors(path, index, accelerator._models[index])
     for index in range(len(accelerator._optimizers)):
         _require(layout.get_optimizer_path(directory, index, kind), f"optimizer {index}")
@@ -201,8 +208,14 @@ def _require_tensors(path: Path, index: int, model: torch.nn.Module) -> None:
         )
 
 
-def compare_with_manifest(accelerator: Accelerator, manifest: Manifest) -> list[Difference]:
-    """Return how the run differs from the one that the manifest describes."""
+def compare_with_manifest(
+    accelerator: Accelerator, manifest: Manifest, plans: Sequence[ModelPlan] | None = None
+) -> list[Difference]:
+    """Return how the run differs from the one that the manifest describes.
+
+    Args:
+        plans: where the tensors of models that are not the saved ones come from.
+    """
     differences = [
         *_compare_counts(
             accelerator,
@@ -216,12 +229,17 @@ def compare_with_manifest(accelerator: Accelerator, manifest: Manifest) -> list[
         )
     ]
     for index, (saved, live) in enumerate(zip(manifest.models, describe_models(accelerator), strict=False)):
-        differences += _compare_shapes(
-            index,
-            {tensor.fqn: tensor.shape for tensor in saved.tensors},
-            {tensor.fqn: tensor.shape for tensor in live.tensors},
-        )
-        differences += _compare_dtypes(index, saved, live)
+        dtypes = {tensor.fqn: tensor.dtype for tensor in saved.tensors}
+        if plans is not None:
+            differences += [Difference("model", text, fatal=True) for text in plans[index].problems]
+            dtypes = {name: dtypes[source] for name, source in plans[index].sources.items()}
+        else:
+            differences += _compare_shapes(
+                index,
+                {tensor.fqn: tensor.shape for tensor in saved.tensors},
+                {tensor.fqn: tensor.shape for tensor in live.tensors},
+            )
+        differences += _compare_dtypes(index, dtypes, live)
     for index, (before, now) in enumerate(zip(manifest.optimizers, describe_optimizers(accelerator), strict=False)):
         if before.class_name != now.class_name or before.num_param_groups != now.num_param_groups:
             text = (
@@ -238,14 +256,11 @@ def compare_with_manifest(accelerator: Accelerator, manifest: Manifest) -> list[
     for name, label in (("mixed_precision", "mixed precision"), ("device_type", "device type")):
         was, now_is = getattr(manifest.topology, name), getattr(topology, name)
         if was != now_is:
-            differences.append(Difference("model", f"{label} is {now_is}, it was {was} at the save"))
+            text = f"{label} is {now_is}, it was {was} at the save"
+            differences.append(Difference("model", text, argument=name))
     if manifest.topology.world_size != topology.world_size:
         text = f"this run has {topology.world_size} rank(s), the checkpoint was saved by {manifest.topology.world_size}"
-        differences += [Difference(state, text) for state in ("rng", "data")]
-        if manifest.num_schedulers:
-            differences.append(
-                Difference("scheduler", f"{text}; Accelerate steps it once per rank, so its pace changes")
-            )
+        differences += [Difference(state, text, argument="elastic") for state in ("rng", "data")]
     num_pending = manifest.states["optimizer"].get("num_pending", 0)
     if num_pending:
         text = f"{num_pending} backward pass(es) had been made since the last update; their gradients were not saved"
@@ -259,7 +274,7 @@ def compare_with_manifest(accelerator: Accelerator, manifest: Manifest) -> list[
     accumulation = manifest.accelerate.get("gradient_accumulation_steps")
     if accumulation not in (None, accelerator.gradient_accumulation_steps):
         text = f"gradient accumulation is {accelerator.gradient_accumulation_steps}, it was {accumulation} at the save"
-        differences.append(Difference("data", text))
+        differences.append(Difference("data", text, argument="elastic"))
     return differences
 
 
@@ -332,8 +347,7 @@ def _compare_shapes(
     return differences
 
 
-def _compare_dtypes(index: int, saved: ModelFacts, live: ModelFacts) -> list[Difference]:
-    dtypes = {tensor.fqn: tensor.dtype for tensor in saved.tensors}
+def _compare_dtypes(index: int, dtypes: dict[str, str], live: ModelFacts) -> list[Difference]:
     changed = [tensor for tensor in live.tensors if dtypes.get(tensor.fqn, tensor.dtype) != tensor.dtype]
     if not changed:
         return []
@@ -342,7 +356,7 @@ def _compare_dtypes(index: int, saved: ModelFacts, live: ModelFacts) -> list[Dif
         f"model {index}: {len(changed)} tensor(s) have another dtype ({first.fqn} is {first.dtype}, the checkpoint's "
         f"is {dtypes[first.fqn]}); torch casts them in silence"
     )
-    return [Difference("model", text)]
+    return [Difference("model", text, argument="dtype")]
 
 
 def _list_names(names: list[str]) -> str:
@@ -350,21 +364,26 @@ def _list_names(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
-def raise_on_differences(directory: Path, differences: list[Difference], *, strict: bool) -> None:
-    """Raise if any difference is fatal, or if there is any at all under `strict`.
+def raise_on_differences(directory: Path, differences: list[Difference], permissions: Permissions) -> None:
+    """Raise if any difference is fatal, or, under `strict`, if there is any that is not permitted by name.
 
     Raises:
-        MismatchError: names every difference. Nothing has been loaded.
+        MismatchError: names every difference, and the argument that permits it. Nothing has been loaded.
     """
-    refused = [each for each in differences if each.fatal or (strict and not each.unavoidable)]
+    strict = permissions.strict
+    refused = [
+        each
+        for each in differences
+        if each.fatal or (strict and not each.unavoidable and not permissions.permits(each.argument))
+    ]
     if not refused:
         return
-    lines = "\n".join(f"  - {difference.text}" for difference in refused)
+    lines = "\n".join(f"  - {each.text}{name_argument(each.argument)}" for each in refused)
     hint = (
         "Prepare the same objects, in the same order, as when it was saved."
         if any(difference.fatal for difference in refused)
-        else "Make the run as it was, or pass strict=False to go on with what can be restored; the report then says "
-        "what is not exact."
+        else "Make the run as it was, name what may differ, or pass strict=False to go on with what can be restored; "
+        "the report then says what is not exact."
     )
     raise MismatchError(
         f"{directory} does not fit this run; nothing was loaded:\n{lines}\n{hint}",

@@ -269,10 +269,12 @@ def write_all(writes: list[Write]) -> None:
         raise failures[0]
 
 
-def load_with_accelerate(accelerator: Accelerator, directory: Path, *, optimizers: bool) -> None:
-    """Let Accelerate load from `directory`; without `optimizers` their states are left to the caller. Collective."""
+def load_with_accelerate(accelerator: Accelerator, directory: Path, *, optimizers: bool, models: bool = True) -> None:
+    """Let Accelerate load from `directory`, all but `optimizers` or `models` where the caller does it. Collective."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(neutral_naming(accelerator))
         if not optimizers:
             stack.enter_context(_attributes(accelerator, _optimizers=[]))
+        if not models:
+            stack.enter_context(_attributes(accelerator, _models=[]))
         accelerator.load_state(str(directory))

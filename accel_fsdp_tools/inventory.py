@@ -21,6 +21,7 @@ from .live import describe_model, describe_optimizers, describe_topology, get_ra
 from .live_fingerprints import Measured, OptimizerShards, Wanted, measure_model_shards, measure_optimizer_shards
 from .local_digests import RankDigests, digest_shards
 from .manifest import Lineage, Manifest, ModelFacts, OptimizerFacts
+from .pace import PACES, PLANS, describe_plans, get_paces
 from .ranks import broadcast, gather_all
 from .shards import LocalShard, iterate_local_shards
 
@@ -246,6 +247,8 @@ def build_manifest(
             "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
             "has_scaler": accelerator.scaler is not None,
             "schedulers": get_scheduler_classes(accelerator),
+            PACES: get_paces(accelerator),
+            PLANS: describe_plans(accelerator),
         },
         extra=extra,
     )

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import background, contract, layout
 from .commit import PARTIAL, find_checkpoints, find_interrupted, looks_like_checkpoint, recover
-from .delegate import load_with_accelerate
 from .errors import (
     CheckpointIncompleteError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     MismatchError,
+    UnsupportedError,
     UsageError,
 )
 from .files import check_files, list_files
 from .formats.scan import scan_checkpoint
 from .live import describe_topology, is_fsdp
 from .load_notes import LoadNotes, build_report
+from .load_objects import load_objects
 from .manifest import DIRECTORY, Manifest, has_manifest, read_manifest
-from .optimizer_io import load_optimizer
+from .model_changes import ModelChanges, ModelPlan, Rename, make_plans
+from .pace import restore_paces
+from .permissions import Permissions
 from .prepared import get_prepared
 from .progress import check_data_resume
 from .progress import track as track_loaders
@@ -48,6 +50,12 @@ def load_state(
     *,
     verify: str = "auto",
     strict: bool = True,
+    elastic: str = "refuse",
+    allow: Sequence[str] = (),
+    rename: Rename | None = None,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+    resize: Sequence[str] = (),
     allow_after_step: bool = False,
     allow_objects: Sequence[str] = (),
     data_resume: str = "skip",
@@ -71,6 +79,15 @@ def load_state(
             random generators and data progress; "files", "size" and "off" don't.
         strict: raise where a piece is missing or cannot be restored exactly because the run differs; False goes on
             with what can be restored and says in the report what is not exact.
+        elastic: what to do on another number of ranks, or with another batch size or accumulation. "exact" goes on
+            if every update is made of the same samples as it would have been, "allow" at the same sample in any case,
+            and the report says what is other; "refuse" raises. See `docs/elastic.md`.
+        allow: other differences to put up with, by name: "dataset" (its length), "num_workers", "mixed_precision",
+            "dtype", "device_type". They are reported.
+        rename, allow_missing, allow_unexpected, resize: what has changed in the model since the save: new names by old
+            ones (of tensors or modules; or a function), tensors that only the model or only the checkpoint has, and
+            tensors with another first dimension, by name or pattern. Without them any difference is an error, and so
+            is any that they don't name. See `docs/elastic.md`.
         allow_after_step: go back to a checkpoint although updates have been made.
         allow_objects: classes ("module.Name") that registered objects' files may contain beside tensors and
             containers. Unpickling them runs their code: name only what you trust.
@@ -93,7 +110,8 @@ def load_state(
         input_dir,
         LoadNotes(),
         verify=verify,
-        strict=strict,
+        permissions=Permissions.make(strict=strict, elastic=elastic, allow=allow),
+        changes=ModelChanges.make(rename, allow_missing, allow_unexpected, resize),
         allow_after_step=allow_after_step,
         allow_objects=allow_objects,
         data_resume=data_resume,
@@ -107,7 +125,8 @@ def load_checkpoint(
     findings: LoadNotes,
     *,
     verify: str = "auto",
-    strict: bool = True,
+    permissions: Permissions,
+    changes: ModelChanges | None = None,
     allow_after_step: bool = False,
     allow_objects: Sequence[str] = (),
     data_resume: str = "skip",
@@ -123,23 +142,28 @@ def load_checkpoint(
     manifest = run_on_each("reading the manifest", lambda: _read_manifest(directory))
     _check_same_view(directory, manifest)
     kind = run_on_each("looking at the files", lambda: layout.detect_state_dict_type(directory))
-    run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, strict, findings))
-    run_together("checking the files", lambda: _check_files(directory, manifest, verify, strict, findings))
+    plans = run_on_each("planning the models", lambda: _make_plans(accelerator, directory, manifest, kind, changes))
+    run_together("comparing", lambda: _compare(accelerator, directory, manifest, kind, plans, permissions, findings))
+    run_together("checking the files", lambda: _check_files(directory, manifest, verify, permissions.strict, findings))
     run_together(
         "scanning for code in pickles",
         lambda: scan_checkpoint(directory, allow_objects=allow_objects, share=(get_rank(), get_world_size())),
     )
-    part = read_rank_part(accelerator, directory, manifest, strict=strict, data_resume=data_resume, notes=findings)
+    part = read_rank_part(
+        accelerator, directory, manifest, permissions=permissions, data_resume=data_resume, notes=findings
+    )
     findings.has_begun = True
     before = take_statistics(get_prepared(accelerator)) if verify == "stats" else None
-    _load_with_accelerate(accelerator, directory, manifest, kind, findings)
-    if verify in _AFTER_LOAD:
+    load_objects(accelerator, directory, manifest, kind, plans, findings, verify=verify in _AFTER_LOAD)
+    if verify in _AFTER_LOAD and plans is None:
         _verify_memory(accelerator, directory, verify, before, findings)
     if manifest is not None:
         restore_objects(accelerator, directory, manifest, findings)
-    outcomes = restore_rank_part(accelerator, manifest, part, strict=strict, notes=findings)
+    outcomes = restore_rank_part(accelerator, manifest, part, strict=permissions.strict, notes=findings)
     if verify in _AFTER_LOAD:
         require_verified(verify_states(accelerator, directory, manifest, part, outcomes, findings))
+    if manifest is not None:
+        run_on_each("setting the schedulers' pace", lambda: _set_paces(accelerator, manifest, findings))
     return build_report(accelerator, directory, manifest, findings)
 
 
@@ -207,12 +231,32 @@ def _check_same_view(directory: Path, manifest: Manifest | None) -> None:
         )
 
 
+def _make_plans(
+    accelerator: Accelerator,
+    directory: Path,
+    manifest: Manifest | None,
+    kind: str | None,
+    changes: ModelChanges | None,
+) -> tuple[ModelPlan, ...] | None:
+    """Find out where every tensor comes from, if the caller says that the model has changed."""
+    if changes is None:
+        return None
+    if manifest is None or kind is None:
+        raise UnsupportedError(
+            f"{directory}: rename, allow_missing, allow_unexpected and resize work with checkpoints that this package "
+            "has saved under FSDP. Load this one into the model as it was, and save it with save_state.",
+            path=str(directory),
+        )
+    return make_plans(manifest.models, contract.describe_models(accelerator), changes)
+
+
 def _compare(
     accelerator: Accelerator,
     directory: Path,
     manifest: Manifest | None,
     kind: str | None,
-    strict: bool,
+    plans: Sequence[ModelPlan] | None,
+    permissions: Permissions,
     findings: LoadNotes,
 ) -> None:
     if (kind is not None) != is_fsdp(accelerator):
@@ -224,15 +268,17 @@ def _compare(
             actual=str(accelerator.distributed_type.value),
         )
     if manifest is not None:
-        differences = contract.compare_with_manifest(accelerator, manifest)
-        contract.raise_on_differences(directory, differences, strict=strict)
+        differences = contract.compare_with_manifest(accelerator, manifest, plans)
+        contract.raise_on_differences(directory, differences, permissions)
     else:
         # What a foreign checkpoint lacks is reported, not refused: it never promised to be exact.
         differences = contract.compare_without_manifest(accelerator, directory, kind)
-        contract.raise_on_differences(directory, differences, strict=False)
-    contract.check_complete(accelerator, directory, kind)
+        contract.raise_on_differences(directory, differences, Permissions(strict=False))
+    contract.check_complete(accelerator, directory, kind, checks_names=plans is None)
     for difference in differences:
-        findings.reasons[difference.state].append(difference.text)
+        # What elastic covers of the data is judged, and noted, loader by loader.
+        if difference.state != "data" or not permissions.permits(difference.argument):
+            findings.reasons[difference.state].append(difference.text)
     _note_adaptations(accelerator, manifest, kind, findings)
 
 
@@ -287,53 +333,9 @@ def _check_files(directory: Path, manifest: Manifest | None, verify: str, strict
             findings.notes.append(f"{len(extra)} file(s) that the manifest does not list: {', '.join(extra[:5])}")
 
 
-@contextmanager
-def _state_dict_type(accelerator: Accelerator, kind: str | None) -> Iterator[None]:
-    """Set FSDP to the state-dict type of the files for the duration of the load."""
-    if kind is None or accelerator.state.fsdp_plugin.state_dict_type.name == kind:
-        yield
-        return
-    plugin = accelerator.state.fsdp_plugin
-    names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
-    old = {name: getattr(plugin, name) for name in names}
-    plugin.state_dict_config = plugin.optim_state_dict_config = None
-    plugin.set_state_dict_type(kind)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            setattr(plugin, name, value)
-
-
-def _load_with_accelerate(
-    accelerator: Accelerator,
-    directory: Path,
-    manifest: Manifest | None,
-    kind: str | None,
-    findings: LoadNotes,
-) -> None:
-    counter = follow_steps(accelerator)
-
-    def load() -> None:
-        load_with_accelerate(accelerator, directory, optimizers=kind is None)
-        for index in range(len(accelerator._optimizers) if kind is not None else 0):
-            facts = manifest.optimizers[index] if manifest is not None else None
-            fresh = load_optimizer(
-                accelerator,
-                index,
-                directory,
-                kind=str(kind),
-                was_empty=facts is not None and facts.is_empty,
-            )
-            unexpected = sorted(set(fresh) - set(facts.stateless if facts is not None else ()))
-            _note_stateless(index, fresh, unexpected, facts is not None, findings)
-
-    with counter.paused(), _state_dict_type(accelerator, kind):
-        run_together("loading with Accelerate", load)
-    counter.count = None if manifest is None or manifest.step < 0 else manifest.step
-    if manifest is not None:
-        accelerator.step = int(manifest.accelerate.get("step", 0))
-        accelerator.project_configuration.iteration = int(manifest.accelerate.get("save_iteration", 0))
+def _set_paces(accelerator: Accelerator, manifest: Manifest, findings: LoadNotes) -> None:
+    for each in restore_paces(accelerator, manifest.accelerate, manifest.topology.world_size):
+        (findings.notes if each.is_exact else findings.reasons["scheduler"]).append(each.text)
 
 
 def _verify_memory(
@@ -351,17 +353,3 @@ def _verify_memory(
     counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
     findings.notes.append(f"memory was compared with the checkpoint ({report.mode}: {counts})")
     findings.notes.extend(f"{each.severity.value}: {each.message}" for each in report.findings)
-
-
-def _note_stateless(
-    index: int, fresh: list[str], unexpected: list[str], has_manifest: bool, findings: LoadNotes
-) -> None:
-    if unexpected and has_manifest:
-        findings.reasons["optimizer"].append(
-            f"optimizer {index}: no state on disk for {', '.join(unexpected[:5])}, which had some when it was saved"
-        )
-    elif fresh:
-        findings.notes.append(
-            f"optimizer {index}: {len(fresh)} trainable parameter(s) had no state when saved (they never got a "
-            f"gradient) and start without: {', '.join(fresh[:5])}"
-        )

@@ -159,6 +159,11 @@ def read_rank_objects(directory: Path, rank: int) -> dict[int, Any]:
         ) from error
 
 
+def has_rank_objects(directory: Path, num_ranks: int) -> bool:
+    """Whether any rank had an object that differed from rank 0's."""
+    return any(_get_paths(directory, rank)[0].exists() for rank in range(1, num_ranks))
+
+
 def find_different(digests: Sequence[Sequence[str]], rank: int) -> list[int]:
     """Return the indices of the objects whose digest on `rank` is not rank 0's; opaque ones ("") are left out."""
     return [index for index, mine in enumerate(digests[rank]) if mine and mine != digests[0][index]]

@@ -57,7 +57,7 @@ def verify_states(
         mine.extend(_compare_schedulers(accelerator, directory, counts))
         mine.extend(_compare_scaler(accelerator, directory, counts))
         mine.extend(_compare_generators(directory, manifest, part, notes, counts))
-        if part.state is not None and part.restores_data:
+        if part.restores_data:
             mine.extend(_compare_progress(accelerator, part, outcomes, counts))
 
     run_together("comparing scheduler, scaler, RNG and data progress with the checkpoint", compare)
@@ -163,7 +163,6 @@ def _compare_with_accelerate(path: Path) -> Iterator[Finding]:
 def _compare_progress(
     accelerator: Accelerator, part: RankPart, outcomes: Sequence[LoaderOutcome], counts: Counter[str]
 ) -> Iterator[Finding]:
-    assert part.state is not None  # noqa: S101 - the caller has looked
     counts["data"] += len(outcomes)
-    for each in track_loaders(accelerator).find_differences(part.state.loaders, outcomes):
+    for each in track_loaders(accelerator).find_differences(part.loaders, outcomes):
         yield _fail("data", f"dataloader {each.index}", each.key, each.expected, each.actual)

@@ -77,14 +77,41 @@ def test_weights_and_optimizer_are_equal(
     path = str(tmp_path / "c")
     saved = run_ranks(_save, path, before, world_size=world_sizes[0], folder=tmp_path / "r0")[0]
     loaded = run_ranks(_load, path, after, world_size=world_sizes[1], folder=tmp_path / "r1")
+    _check(saved, loaded, versions, world_sizes)
+
+
+def _check(
+    saved: dict[str, str],
+    loaded: list[tuple[dict[str, str], Any]],
+    versions: tuple[int, int],
+    world_sizes: tuple[int, int],
+) -> None:
     assert len(saved) > 80
     has_state = [name for name in saved if not name.startswith("unused") or name.count(".") == 1]
     assert {name: loaded[0][0].get(name) for name in has_state} == {name: saved[name] for name in has_state}
     for _, report in loaded:
         assert report.optimizer.status == "restored"
-        assert report.scheduler.exact == (world_sizes[0] == world_sizes[1])
-        assert not report.exact
+        assert report.scheduler.exact
+        assert report.exact == (versions[0] == versions[1] and world_sizes[0] == world_sizes[1])
         if versions[0] != versions[1]:
             assert f"saved under FSDP {versions[0]}, loaded under FSDP {versions[1]}" in str(report)
         if world_sizes[1] > world_sizes[0]:
             assert f"rank {world_sizes[1] - 1} did not exist at the save" in str(report)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", [SHARDED, FULL])
+@pytest.mark.parametrize("versions", [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("num_saved", [1, 2, 3, 4])
+def test_every_number_of_ranks_on_every_other(
+    tmp_path: Path, kind: str, versions: tuple[int, int], num_saved: int
+) -> None:
+    before, after = (
+        dataclasses.replace(SETUP, fsdp_version=version, state_dict_type=kind, unused_parameter=versions == (2, 2))
+        for version in versions
+    )
+    path = str(tmp_path / "c")
+    saved = run_ranks(_save, path, before, world_size=num_saved, folder=tmp_path / "r0")[0]
+    for num_ranks in (1, 2, 3, 4):
+        loaded = run_ranks(_load, path, after, world_size=num_ranks, folder=tmp_path / f"r{num_ranks}")
+        _check(saved, loaded, versions, (num_saved, num_ranks))

@@ -153,9 +153,9 @@ def test_damage_to_any_file_of_the_newest_leads_to_the_one_before(root: Path, tm
 
 def _train_with_a_disk_that_fails(root: str, setup: Setup) -> Log:
     """Resume while the disk goes bad in the middle of the first load: the model is loaded, the optimizer half."""
-    from accel_fsdp_tools import load
+    from accel_fsdp_tools import load_objects
 
-    load_optimizer = load.load_optimizer
+    load_optimizer = load_objects.load_optimizer
     calls = []
 
     def fail_once(accelerator: Any, index: int, directory: Path, **keywords: Any) -> Any:
@@ -168,7 +168,7 @@ def _train_with_a_disk_that_fails(root: str, setup: Setup) -> Log:
             raise RuntimeError("no more bytes")
         return result
 
-    load.load_optimizer = fail_once
+    load_objects.load_optimizer = fail_once
     log = train(root, setup, seed=9, perturb=True)
     assert [path.name for path in calls] == ["step_00000004", "step_00000002"]
     return log

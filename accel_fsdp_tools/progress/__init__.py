@@ -7,7 +7,18 @@ continue with the batch that was next, and the epochs after it are whole and in 
 added.
 """
 
+from .carry import Brief, Carried, Change
 from .records import LoaderOutcome, LoaderPosition, LoaderProgress
 from .tracker import DataTracker, check_data_resume, track
 
-__all__ = ["DataTracker", "LoaderOutcome", "LoaderPosition", "LoaderProgress", "check_data_resume", "track"]
+__all__ = [
+    "Brief",
+    "Carried",
+    "Change",
+    "DataTracker",
+    "LoaderOutcome",
+    "LoaderPosition",
+    "LoaderProgress",
+    "check_data_resume",
+    "track",
+]

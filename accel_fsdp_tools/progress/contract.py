@@ -65,19 +65,36 @@ def describe_contract(loader: Any) -> dict[str, Any]:
         "num_samples": _measure(sampler),
         "num_workers": int(getattr(loader, "num_workers", 0)),
         "num_batches": None if is_iterable(loader) else _measure(loader),
+        "fingerprint": _get_fingerprint(loader.dataset),
     }
 
 
 def list_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Each fact that differs, in words with both values; empty if the contracts agree."""
-    texts: list[str] = []
+    return list(find_differences(saved, here).values())
+
+
+def find_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, str]:
+    """The same by the name of the fact."""
+    texts: dict[str, str] = {}
     for name, label in _NAMES.items():
         if name == "num_batches" and texts:
             break  # follows from the others
         before, now = saved.get(name), here.get(name)
         if before != now:
-            texts.append(f"{label}: saved {before!r}, now {now!r}")
+            texts[name] = f"{label}: saved {before!r}, now {now!r}"
     return texts
+
+
+def describe_other_data(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Say that a dataset of Hugging Face calls itself another one now; None if it doesn't.
+
+    No difference to refuse: a step that can't be hashed gives the same data another fingerprint in every process.
+    """
+    before, now = saved.get("fingerprint"), here.get("fingerprint")
+    if before == now or None in (before, now):
+        return None
+    return f"the dataset's fingerprint is {now}, it was {before} at the save: make sure that its items are the same"
 
 
 def measure_batch(loader: Any) -> tuple[int | None, int | None]:
@@ -89,6 +106,11 @@ def measure_batch(loader: Any) -> tuple[int | None, int | None]:
     per_batch = batch_size if facts["split_batches"] else batch_size * facts["num_processes"]
     limit = facts["num_samples"] if facts["num_samples"] is not None else facts["dataset_length"]
     return per_batch, limit
+
+
+def _get_fingerprint(dataset: Any) -> str | None:
+    value = getattr(dataset, "_fingerprint", None)
+    return value if isinstance(value, str) else None
 
 
 def _measure(value: Any) -> int | None:

@@ -6,11 +6,12 @@ With `data_resume="replay"` a loader with workers reads it again: the workers th
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataProgressError
+from ..errors import DataProgressError, DataProgressWarning
 from .contract import get_index_sampler, get_num_processes
 from .feed import IndexFeed
 from .follow import Pass
@@ -18,6 +19,7 @@ from .moments import Moment
 from .passes import ResumablePass
 from .records import LoaderProgress
 from .resumable import ResumableFollower
+from .trial import unchanged_attributes
 
 if TYPE_CHECKING:
     from .kinds import LoaderKind
@@ -124,7 +126,7 @@ class ExactFollower(ResumableFollower):
         self._feed.prepare(
             num_to_skip=num_to_skip,
             undelivered=() if saved is None else saved.undelivered,
-            expected_digest=None if saved is None else saved.digest,
+            expected_digest=None if saved is None else self._prove_order(loader, this, saved),
             strict=this.is_strict,
             # Workers that ran at the save are started anew here: undo the draw of their seed before the order's.
             before_iter=(
@@ -152,6 +154,21 @@ class ExactFollower(ResumableFollower):
             start.restore(loader)
         finally:
             parts[slot] = feed
+
+    def _prove_order(self, loader: Any, this: ResumablePass, saved: LoaderProgress) -> int | None:
+        """The checksum of what is to be skipped; of a record that was made for other ranks, once it is proven."""
+        if saved.proof is None or this.epoch_start is None:
+            return saved.digest
+        try:
+            with unchanged_attributes(loader):
+                return saved.proof.prove(loader, draws_seed=not saved.reuses_workers)
+        except DataProgressError as error:
+            if this.is_strict:
+                raise
+            warnings.warn(error.message, DataProgressWarning, stacklevel=2)
+            return None
+        finally:
+            this.epoch_start.restore(loader)
 
     def _make_fed_iterator(self, base: Any, is_start_to_be_repeated: bool) -> Iterator[Any]:
         slot = "batch_sampler" if base.batch_sampler is not None else "sampler"

@@ -94,7 +94,7 @@ class IndexFeed:
                     expected=num_to_skip,
                     actual=number,
                 ) from None
-            self._digest = _extend_digest(self._digest, batch)
+            self._digest = extend_digest(self._digest, batch)
             if number in self._undelivered:
                 self._kept.append(batch)
         self.check_digest(self._digest, self._expected_digest, num_to_skip, strict=self._strict)
@@ -119,7 +119,7 @@ class IndexFeed:
         if self._kept:
             return self._deliver(self._kept.popleft())
         batch = next(indices)
-        self._digest = _extend_digest(self._digest, batch)
+        self._digest = extend_digest(self._digest, batch)
         return self._deliver(batch)
 
     def _deliver(self, batch: Any) -> Any:
@@ -141,7 +141,8 @@ class _FeedIterator:
         return self._feed.draw(self._indices)
 
 
-def _extend_digest(digest: int, batch: Any) -> int:
+def extend_digest(digest: int, batch: Any) -> int:
+    """Add a batch of indices to the checksum of those before it."""
     try:
         data = array("q", batch if isinstance(batch, (list, tuple)) else [batch]).tobytes()
     except (TypeError, OverflowError):  # indices may be anything that the dataset understands

@@ -90,6 +90,10 @@ class Places:
         attributes = get_attributes(owner) or {}
         return Place(owner, name, attributes[name] if name in attributes else _read_class(owner, name))
 
+    def is_shared(self, path: Path) -> bool:
+        """Whether the object at `path` is reached in other ways too."""
+        return path in self._aliases.values()
+
     def _resolve(self, path: Path) -> Path:
         known: Path = ()
         for step in path:

@@ -15,6 +15,8 @@ from .values import PlainValue
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .order import OrderProof
+
 PassState = Literal["idle", "running", "exhausted"]
 Status = Literal["restored", "approximate", "absent"]
 
@@ -81,6 +83,8 @@ class LoaderProgress:
         reuses_workers: whether this pass (between passes: the next one) is made with persistent workers that
             run already; then torch draws no seed for them.
         digest: checksum of the indices handed out in this pass on this rank, None where not known.
+        proof: what proves that the order is the saved one where this record was made of those of another number of
+            ranks (`carry.py`). Not saved.
         moments: random state when the pass began, before the fetch that is one ahead, and at the save.
         attributes: state that samplers keep besides generators, when the pass began and at the save.
         replayable: whether reading the pass from its beginning again makes an inexact record exact.
@@ -111,6 +115,7 @@ class LoaderProgress:
     next_digest: int | None = None
     undelivered: tuple[int, ...] = ()
     values: Mapping[str, PlainValue] = field(default_factory=dict)
+    proof: OrderProof | None = None
 
     @property
     def position(self) -> LoaderPosition:

@@ -333,9 +333,10 @@ class ResumableFollower(Follower):
             self._watch.expect(states)
         if saved.state != "running":
             saved.attributes.get("now", AttributeStates()).restore(loader)
-        now.restore_generators(loader)
-        self._session = session
         start = saved.moments.get("epoch_start", now)
+        # A record made for other ranks has the order's generators of the pass's beginning alone.
+        Moment(None, {**start.generators, **now.generators}).restore_generators(loader)
+        self._session = session
         self._waiting = saved if saved.state != "idle" else None
         session.expect(
             find_generators(loader),

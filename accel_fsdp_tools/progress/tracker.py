@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 import weakref
@@ -10,8 +11,10 @@ from typing import Any
 
 from ..errors import DataProgressError, DataProgressWarning, UsageError
 from ..rng import RngSnapshot
+from .carry import Brief, Carried, Change, carry, find_argument, make_brief
 from .checking import ProgressDifference, find_differences
-from .contract import describe_contract, get_index_sampler, list_differences
+from .contract import describe_contract, describe_other_data, get_index_sampler, list_differences
+from .contract import find_differences as find_contract_differences
 from .follow import Follower, get_follower, install
 from .kinds import find_kind
 from .records import LoaderOutcome, LoaderPosition, LoaderProgress
@@ -58,6 +61,7 @@ class DataTracker:
         self._accelerator = accelerator
         self._passive: weakref.WeakKeyDictionary[Any, Follower] = weakref.WeakKeyDictionary()
         self._has_warned_of_several = False
+        self.train_index: int | None = None  # set by who knows which loader is trained on
 
     @property
     def loaders(self) -> list[LoaderPosition]:
@@ -211,6 +215,28 @@ class DataTracker:
             for item in saved
         ]
 
+    def find_changes(self, saved: Sequence[LoaderProgress]) -> list[tuple[str, str | None]]:
+        """The same, each with the argument of a load that permits it ("elastic", "dataset", ...), or None."""
+        followers = self._get_followers()
+        changes: list[tuple[str, str | None]] = []
+        if len(saved) != len(followers):
+            changes.append((f"number of prepared dataloaders: saved {len(saved)}, now {len(followers)}", None))
+        for item, follower in zip(saved, followers, strict=False):
+            if {item.kind, follower.kind.name} <= {"shard", "workers"}:  # they differ in num_workers alone
+                found = find_contract_differences(item.contract, describe_contract(follower.loader))
+                changes.extend((f"loader {item.index}: {text}", find_argument(name)) for name, text in found.items())
+            else:
+                changes.extend((f"loader {item.index}: {text}", None) for text in _compare(item, follower))
+        return changes
+
+    def list_notes(self, saved: Sequence[LoaderProgress]) -> list[str]:
+        """What differs between the saved loaders and those here and may be all right; changes nothing."""
+        pairs = zip(saved, self._get_followers(), strict=False)
+        found = [
+            (item.index, describe_other_data(item.contract, describe_contract(each.loader))) for item, each in pairs
+        ]
+        return [f"dataloader {index}: {text}" for index, text in found if text is not None]
+
     def check(self, saved: Sequence[LoaderProgress]) -> list[str]:
         """Compare what was saved with the loaders that are prepared here; changes nothing.
 
@@ -309,6 +335,49 @@ class DataTracker:
         if saved.index >= len(followers):
             return LoaderOutcome(saved.index, "absent", reason, saved.epoch, 0)
         return followers[saved.index].restore_epoch(saved, reason)
+
+    # Another number of ranks
+
+    def make_briefs(self, saved: Sequence[LoaderProgress], rank: int) -> list[Brief]:
+        """What all ranks need to know of the records of one rank of the save, for `carry`; changes nothing."""
+        followers = self._get_followers()
+        return [make_brief(item, follower, rank) for item, follower in zip(saved, followers, strict=False)]
+
+    def carry(
+        self,
+        first: Sequence[LoaderProgress],
+        own: Sequence[LoaderProgress] | None,
+        briefs: Sequence[Sequence[Brief]],
+        *,
+        change: Change,
+        rank: int,
+    ) -> list[Carried]:
+        """Make this rank's records, for `restore`, of those that the ranks of the save wrote.
+
+        Args:
+            first: rank 0's records.
+            own: those of the rank of this number; None if there was none.
+            briefs: what `make_briefs` says, by rank of the save.
+            change: what differs and may.
+        """
+        train_index = self.train_index
+        if train_index is None:
+            with contextlib.suppress(UsageError):  # several may be; then all are taken to be
+                train_index = self.find_train_loader()
+        carried = []
+        for number, (item, follower) in enumerate(zip(first, self._get_followers(), strict=False)):
+            carried.append(
+                carry(
+                    item,
+                    own[number] if own is not None and number < len(own) else None,
+                    [each[number] for each in briefs if number < len(each)],
+                    follower,
+                    change=change,
+                    rank=rank,
+                    is_trained=train_index in (None, number),
+                )
+            )
+        return carried
 
     def find_differences(
         self, saved: Sequence[LoaderProgress], outcomes: Sequence[LoaderOutcome]

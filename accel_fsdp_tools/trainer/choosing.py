@@ -14,6 +14,7 @@ from ..latest import latest_checkpoint
 from ..load import check_is_checkpoint
 from ..load_notes import LoadNotes
 from ..manifest import STATES, Manifest, has_manifest, read_manifest
+from ..permissions import Permissions
 from ..ranks import broadcast, gather_all, get_rank, get_world_size, run_on_each, run_on_main, run_together
 from ..report import LoadReport, StateOutcome, Status
 from ..resuming import Resumed, load_newest
@@ -123,7 +124,7 @@ def _examine(trainer: Trainer, path: Path, order: Order) -> LoadReport:
             shifts, others = compare_runs(trainer, manifest)
             differences += shifts
             notes.notes.extend(others)
-        contracts.raise_on_differences(path, differences, strict=order.strict)
+        contracts.raise_on_differences(path, differences, Permissions(strict=order.strict))
 
     def check() -> None:
         if order.verifies and has_manifest(path):
