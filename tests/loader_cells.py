@@ -216,8 +216,10 @@ def choose_sample(cells: list[Cell], seed: int = 6) -> list[Cell]:
     """A few cells in which values of different columns meet pairwise, as far as it goes; few have workers."""
     dice = random.Random(seed)
     missing = {pair for cell in cells for pair in _list_pairs(cell)}
-    chosen: list[Cell] = []
-    for num_cells, has_workers in ((4, True), (18, False)):
+    chosen = [Cell("shuffle=True", "each rank", "2", "skip", False)]  # the one that is not exact
+    missing -= set(_list_pairs(chosen[0]))
+    cells = [cell for cell in cells if cell.workers != "2, persistent"]  # they take longest to stop
+    for num_cells, has_workers in ((1, True), (12, False)):
         mine = [cell for cell in cells if (cell.workers != "0") == has_workers]
         for _ in range(num_cells):
             chosen.append(max(dice.sample(mine, len(mine)), key=lambda cell: len(missing & set(_list_pairs(cell)))))
