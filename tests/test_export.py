@@ -208,6 +208,15 @@ def test_targets(copied: Path, tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="resume from"):
         export_checkpoint(copied, home, overwrite=True)
     assert (home / "thesis.tex").exists()
+    # The Trainer's output folder: a model that was saved into it, beside the checkpoints.
+    for part in ("pytorch_model_fsdp_0/.metadata", "trainer_state.json"):
+        output = tmp_path / f"output of {Path(part).name}"
+        (output / "checkpoint-3" / part).parent.mkdir(parents=True)
+        (output / "checkpoint-3" / part).write_bytes(b"")
+        (output / "model.safetensors").write_bytes(b"")
+        with pytest.raises(errors.UsageError, match="resume from"):
+            export_checkpoint(copied, output, overwrite=True)
+        assert (output / "checkpoint-3" / part).exists()
 
 
 def test_leftovers_of_a_killed_export_are_swept(copied: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from accel_fsdp_tools.errors import (
 )
 from accel_fsdp_tools.manifest import MANIFEST_PATH, has_manifest, read_manifest
 from accel_fsdp_tools.trainer.contract import check_trainer
+from accel_fsdp_tools.trainer.hooks import name_arguments
 
 from .harness import RankError, run_ranks
 from .manifests import flip_bit
@@ -141,6 +142,59 @@ def test_a_checkpoint_of_the_trainer_alone_is_resumed_and_said_to_be_less(runs: 
     assert latest_checkpoint(setup.folder) == Path(setup.folder) / "checkpoint-6"
     quarantined = sorted(path.name for path in (Path(setup.folder) / ".quarantine").glob("checkpoint-*"))
     assert "checkpoint-3" in quarantined, "the Trainer would have written into it"
+
+
+def resume_variously(root: str) -> dict[str, tuple[Outcome, list[str]]]:
+    """Go on in ways that are not those of the run that saved, all on the same ranks."""
+    setups = {
+        "anew": Setup(f"{root}/anew/out", resume=True, arguments={"ignore_data_skip": True}, stop_at=3),
+        "loose": Setup(
+            f"{root}/loose/out",
+            resume=True,
+            arguments={"gradient_accumulation_steps": 3},
+            callback={"strict": False},
+            stop_at=3,
+        ),
+        "finished": Setup(f"{root}/finished/out", resume=True, arguments={"max_steps": 4}),
+        "kept": Setup(
+            f"{root}/kept", arguments={"save_total_limit": 1, "num_train_epochs": 1}, callback={"keep_every": 2}
+        ),
+    }
+    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True, "learning_rate": 1e-3}
+    best |= {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "num_train_epochs": 1}
+    setups["best"] = Setup(f"{root}/best", arguments=best, draws=False)
+    return {name: (train(setup), list_checkpoints(setup.folder)) for name, setup in setups.items()}
+
+
+def test_a_run_that_goes_on_otherwise_does_what_was_asked_and_says_so(runs: Any, tmp_path: Path) -> None:
+    whole = runs(2, SHARDED)
+    for name, step in (("anew", 2), ("loose", 2), ("finished", 4)):
+        (tmp_path / name).mkdir()
+        copy_up_to(whole, step, tmp_path / name)
+    results = run_ranks(resume_variously, str(tmp_path), folder=tmp_path / "ranks")
+    for before, found in zip(whole.outcomes, results, strict=True):
+        anew, loose, finished = (found[name][0] for name in ("anew", "loose", "finished"))
+        for outcome in (anew, loose, finished):
+            assert outcome.report is not None
+        # ignore_data_skip: the epoch from its beginning.
+        assert [each[1] for each in anew.batches] == [each[1] for each in before.batches[:2]]
+        assert anew.report["states"]["rng"]["status"] == "restored"
+        assert "the epoch begins anew" in str(anew.report["states"]["data"])
+        assert not anew.report["exact"]
+        # Two updates of three batches each are the whole first epoch: where the Trainer takes it to be.
+        assert [each[1] for each in loose.batches] == [each[1] for each in before.batches[6:9]]
+        assert not loose.report["exact"]
+        assert "gradient accumulation: 2 at the save, 3 now" in str(loose.report["states"]["data"])
+        # Nothing was left to do.
+        assert finished.batches == []
+        assert found["finished"][1][-1] == "checkpoint-4"
+        assert found["kept"][1] == ["checkpoint-2", "checkpoint-3"]
+        # Each save is of a new best, whose directory the Trainer does not see yet when it asks for it.
+        for name in found["best"][1]:
+            state = json.loads((tmp_path / "best" / name / "trainer_state.json").read_bytes())
+            assert state["best_model_checkpoint"] == str(tmp_path / "best" / name)
+        assert found["best"][0].best == str(tmp_path / "best" / found["best"][1][-1])
+        assert len(found["best"][1]) > 1
 
 
 # -- which one ------------------------------------------------------------------------------------------------------
@@ -315,6 +369,14 @@ def try_all(root: str, whole: str) -> dict[str, tuple[str, str]]:
     expect("examples", resume=checkpoint, num_examples=21)
     expect("kind", resume=checkpoint, state=FULL)
     found["left"] = ("", ",".join(sorted(str(path) for path in Path(root).glob("*/*checkpoint*"))))
+    expect("export", callback={"export_to": f"{root}/export"})
+    single = FSDPCheckpointCallback()
+    for name, callbacks in (("twice", [FSDPCheckpointCallback(), FSDPCheckpointCallback()]), ("shared", [single])):
+        try:
+            for _ in range(2):
+                make_trainer(Setup(f"{root}/{name}", with_callback=False), Outcome(), callbacks=callbacks)
+        except UsageError as error:
+            found[name] = (type(error).__name__, str(error))
     trainer = make_trainer(Setup(f"{root}/late", with_callback=False), Outcome())
     late = FSDPCheckpointCallback()
     trainer.add_callback(late)
@@ -345,6 +407,9 @@ def test_mistakes_are_found_before_anything_happens(runs: Any, tmp_path: Path) -
         "accumulation": (MismatchError, "gradient accumulation"),
         "examples": (MismatchError, "examples in the training set"),
         "kind": (MismatchError, "SHARDED_STATE_DICT"),
+        "export": (UsageError, "which holds the checkpoints"),
+        "twice": (UsageError, "already"),
+        "shared": (UsageError, "another Trainer"),
         "late": (CallOrderError, "add_callback"),
     }
     for found in results:
@@ -358,6 +423,16 @@ def test_mistakes_are_found_before_anything_happens(runs: Any, tmp_path: Path) -
     with pytest.raises(RankError, match="holds checkpoints of an earlier run"):
         run_ranks(train, setup, folder=tmp_path / "fresh")
     assert json.loads((Path(setup.folder) / "checkpoint-6" / MANIFEST_PATH).read_bytes())["step"] == 6
+
+
+def test_arguments_of_a_derived_train_are_found_by_name() -> None:
+    def same(resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any) -> None: ...
+
+    def passing_on(*args: Any, **kwargs: Any) -> None: ...
+
+    for function in (same, passing_on):
+        assert name_arguments(function, (True,), {"trial": 1}) == {"resume_from_checkpoint": True, "trial": 1}
+        assert name_arguments(function, (), {"resume_from_checkpoint": "a"}) == {"resume_from_checkpoint": "a"}
 
 
 def test_without_fsdp_the_callback_says_what_to_do(tmp_path: Path) -> None:

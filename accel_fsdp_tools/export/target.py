@@ -77,7 +77,7 @@ def _check_replaceable(out: Path) -> None:
     elif (
         has_manifest(out)
         or any(name in _FOREIGN for name in names)
-        or any((entry / ".metadata").exists() for entry in out.iterdir())
+        or any(_holds_checkpoint(entry) for entry in out.iterdir())
     ):
         reason = "it holds a checkpoint that training could resume from"
     if reason:
@@ -86,6 +86,15 @@ def _check_replaceable(out: Path) -> None:
             "path.",
             path=str(out),
         )
+
+
+def _holds_checkpoint(directory: Path) -> bool:
+    """Whether a folder is a checkpoint, or one of the parts of one, whoever wrote it."""
+    return (
+        _is_checkpoint(directory)
+        or any((directory / name).exists() for name in _FOREIGN)
+        or any(directory.glob("*/.metadata"))
+    )
 
 
 def find_existing(path: Path) -> Path:

@@ -17,7 +17,7 @@ from ..load import VERIFY_MODES
 from ..ranks import run_on_main
 from ..report import LoadReport
 from ..resuming import ON_DAMAGE
-from ..retention import KeepBest, RetentionPolicy
+from ..retention import KeepBest, RetentionPolicy, make_policy
 from .contract import check_trainer
 from .hooks import find_trainer, install
 from .run import Options, TrainingRun, find_tokenizer
@@ -52,12 +52,13 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         verify: as for `load_state`; "off" also skips reading back before older checkpoints go.
         strict: refuse a resume that cannot be exact because the run differs (ranks, batch size, accumulation, data);
             False goes on, and the report says what is not exact.
-        keep_last: how many of the newest stay, in place of `save_total_limit`; so do the other `keep_` arguments and
-            `retention`, as for `Checkpointer`. The best model's checkpoint stays in any case.
-        keep_every: see `Checkpointer`.
+        keep_last: how many of the newest stay, in place of `save_total_limit`. The best model's checkpoint stays in
+            any case.
+        keep_every: see `Checkpointer`; this, `keep_best` and `keep_every_s` name what stays beyond `save_total_limit`
+            (or `keep_last`). Without either nothing goes.
         keep_best: see `Checkpointer`; metrics are what the Trainer logs ("eval_loss").
         keep_every_s: see `Checkpointer`.
-        retention: see `Checkpointer`.
+        retention: see `Checkpointer`; in place of all of these.
         on_damage: see `Checkpointer`; for `resume_from_checkpoint=True`.
         max_resumes: see `Checkpointer`.
         fresh: start anew in a folder that holds checkpoints of an earlier run.
@@ -94,6 +95,7 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         for name, value, allowed in (("verify", verify, VERIFY_MODES), ("on_damage", on_damage, ON_DAMAGE)):
             if value not in allowed:
                 raise UsageError(f"{name} is {value!r}; use one of {', '.join(allowed)}", actual=value)
+        rules = make_policy(keep_every=keep_every, keep_best=keep_best, keep_every_s=keep_every_s)
         check_positive("max_resumes", max_resumes, int)
         check_positive("timeout_s", timeout_s, (int, float))
         check_tokenizer(tokenizer)
@@ -101,13 +103,14 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             verify=verify,
             strict=strict,
             retention=choose_policy(keep_last, keep_every, keep_best, keep_every_s, retention),
+            kept_beyond_limit=None if keep_last is not None or retention is not None else rules,
             on_damage=on_damage,
             max_resumes=max_resumes,
             fresh=fresh,
             tokenizer=tokenizer,
             timeout_s=timeout_s,
+            export_to=export_to,
         )
-        self._export_to = export_to
         self._trainer: Trainer | None = None
         self.run: TrainingRun | None = None
         if trainer is not None:
@@ -147,10 +150,12 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the Trainer that is being made."""
-        if self._trainer is None:
-            trainer = find_trainer(self)
-            if trainer is not None:
-                self._attach(trainer)
+        trainer = find_trainer(self)
+        if trainer is None or trainer is self._trainer:
+            return
+        if self._trainer is not None:
+            raise UsageError("This FSDPCheckpointCallback serves another Trainer; give each Trainer one of its own.")
+        self._attach(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Verify what was loaded, before the first step."""
@@ -167,8 +172,8 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Export, if that was asked for."""
         self._require_run().check_best()
-        if self._export_to is not None:
-            self.export(self._export_to)
+        if self._options.export_to is not None:
+            self.export(self._options.export_to)
 
     # -- export -------------------------------------------------------------------------------------------------
 

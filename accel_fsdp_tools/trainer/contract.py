@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,16 @@ def _count_examples(trainer: Trainer) -> int | None:
         return len(trainer.train_dataset)
     except TypeError:
         return None
+
+
+def count_skipped(trainer: Trainer) -> int:
+    """Return how many batches of its epoch the Trainer takes for done after a load, computed as it does."""
+    step, num_accumulated = int(trainer.state.global_step), int(trainer.args.gradient_accumulation_steps)
+    try:
+        num_updates = max(math.ceil(len(trainer.callback_handler.train_dataloader) / num_accumulated), 1)
+    except TypeError:  # a stream: all updates are one epoch
+        num_updates = int(trainer.state.max_steps)
+    return step % num_updates * num_accumulated
 
 
 def compare_runs(trainer: Trainer, manifest: Manifest) -> tuple[list[Difference], list[str]]:

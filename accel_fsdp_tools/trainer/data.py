@@ -68,6 +68,19 @@ class TrainingData:
             problems = [str(each.reason) for each in saved if not (each.restorable or each.is_untouched)]
         return problems
 
+    def find_shift(self, saved: Sequence[LoaderProgress], num_batches: int) -> list[str]:
+        """Why the Trainer would go on elsewhere, in words: it is about to skip `num_batches`; empty if it agrees."""
+        num_saved = sum(each.end_pass().batch for each in saved)
+        if num_batches == num_saved:
+            return []
+        text = f"the Trainer computes from the number of updates that {num_batches} batches of this epoch are done"
+        return [f"{text}; at the save it was {num_saved}"]
+
+    def begin_epoch(self, rng: RngSnapshot) -> None:
+        """Leave the loader at its beginning; the random state comes back where the Trainer would put it back."""
+        self._tracker.begin_training()
+        self._rng = rng
+
     def restore(self, saved: Sequence[LoaderProgress], rng: RngSnapshot) -> list[str]:
         """Put the loader where it was. Returns what is not exact, in words."""
         ended = [each.end_pass() for each in saved]

@@ -14,20 +14,21 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import layout
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, UsageError
 from .run import TrainingRun
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 _METHODS = ("train", "_save_checkpoint", "_load_rng_state", "save_model", "_get_output_dir")
+_MARK = "_accel_fsdp_tools_callback"
 _FUNCTIONS = ("skip_first_batches", "load_fsdp_optimizer")
 
 
@@ -60,9 +61,12 @@ def install(trainer: Trainer, owner: Owner) -> None:
 
     Raises:
         UnsupportedError: this version of transformers has no such places.
+        UsageError: another callback has put its hooks there.
     """
     import transformers
 
+    if _MARK in trainer.__dict__:
+        raise UsageError("This Trainer has a FSDPCheckpointCallback already; give it one, once.")
     missing = [name for name in _METHODS if not callable(getattr(trainer, name, None))]
     missing += [name for name in _FUNCTIONS if not hasattr(transformers.trainer, name)]
     if missing:
@@ -71,6 +75,7 @@ def install(trainer: Trainer, owner: Owner) -> None:
             "FSDPCheckpointCallback needs. Install a version that README.md names.",
             actual=transformers.__version__,
         )
+    trainer.__dict__[_MARK] = owner
     _wrap(trainer, "train", functools.partial(_train, owner))
     _wrap(trainer, "_save_checkpoint", functools.partial(_save_checkpoint, trainer, owner))
     _wrap(trainer, "_load_rng_state", functools.partial(_load_rng_state, owner))
@@ -88,15 +93,26 @@ def _wrap(trainer: Trainer, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _train(owner: Owner, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    call = inspect.signature(original).bind(*args, **kwargs)
+    kwargs = name_arguments(original, args, kwargs)
     run = owner.run = owner.open_run()
     try:
-        path = run.open(call.arguments.get("resume_from_checkpoint"), call.arguments.get("trial"))
-        call.arguments["resume_from_checkpoint"] = None if path is None else str(path)
+        path = run.open(kwargs.get("resume_from_checkpoint"), kwargs.get("trial"))
+        kwargs["resume_from_checkpoint"] = None if path is None else str(path)
         with _functions_replaced(run), run.adapters_kept():
-            return original(*call.args, **call.kwargs)
+            return original(**kwargs)
     finally:
         run.close()
+
+
+def name_arguments(train: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name; where a derived Trainer has `train(self, *args, **kwargs)`, by HF's names."""
+    import transformers
+
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in inspect.signature(train).parameters.values() if each.kind in positional]
+    if len(names) < len(args):
+        names = list(inspect.signature(transformers.Trainer.train).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 @contextmanager
@@ -106,6 +122,8 @@ def _functions_replaced(run: TrainingRun) -> Iterator[None]:
     old = {name: getattr(module, name) for name in _FUNCTIONS}
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if run.is_finished():
+            return []
         if run.skip_by_itself(dataloader, num_batches):
             return dataloader
         return old["skip_first_batches"](dataloader, num_batches)

@@ -20,7 +20,7 @@ from ..rank_state import RankState, read_rank_state
 from ..ranks import get_rank, get_world_size, run_on_each, run_together
 from ..report import LoadReport
 from ..verify_live import compare_with_checkpoint, require_verified
-from .contract import SCHEDULER, describe_kind
+from .contract import SCHEDULER, compare_runs, count_skipped, describe_kind
 from .data import TrainingData
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def finish_load(
         notes.notes.extend(f"{each.severity.value}: {each.message}" for each in report.findings)
     run_together("comparing scheduler and scaler", lambda: _compare_states(trainer, directory))
     state = _read_state(directory, manifest, strict, notes)
-    rng = run_on_each("restoring RNG and data progress", lambda: _restore(trainer, data, state, strict, notes))
+    shifts = [] if manifest is None else [each.text for each in compare_runs(trainer, manifest)[0]]
+    rng = run_on_each("restoring RNG and data progress", lambda: _restore(trainer, data, state, shifts, strict, notes))
     counted = {"scheduler": 1, "data": 1, "rng": get_world_size()}
     return Restored(build_report(trainer.accelerator, directory, manifest, notes, counted=counted), rng)
 
@@ -132,16 +133,16 @@ def _read_state(directory: Path, manifest: Manifest | None, strict: bool, notes:
 
 
 def _restore(
-    trainer: Trainer, data: TrainingData, state: RankState | None, strict: bool, notes: LoadNotes
+    trainer: Trainer, data: TrainingData, state: RankState | None, shifts: list[str], strict: bool, notes: LoadNotes
 ) -> RngSnapshot | None:
     """Put the loader back on this rank. Returns random state that has to wait for the first step."""
     if state is None:
         return None
     if trainer.args.ignore_data_skip:
         notes.absent["data"] = "ignore_data_skip=True: the epoch begins anew"
-        data.restore([], state.rng)
+        data.begin_epoch(state.rng)
         return None
-    problems = data.find_problems(state.loaders)
+    problems = shifts + (data.find_problems(state.loaders) or data.find_shift(state.loaders, count_skipped(trainer)))
     if problems and strict and any(each.restorable for each in state.loaders):
         raise DataProgressError(
             f"The place in the training data cannot be restored: {'; '.join(problems)}. Nothing was trained. Use the "

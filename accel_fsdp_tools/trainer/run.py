@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..arguments import to_numbers
 from ..delegate import failures_come_last, sync_later
 from ..errors import CallOrderError, UsageError
+from ..export.target import check_target
 from ..holding import HeldRoot
 from ..keeping import settle_checkpoint
 from ..load_notes import LoadNotes
@@ -27,7 +28,7 @@ from .choosing import Order, choose_checkpoint
 from .contract import check_trainer, describe_run
 from .data import TrainingData, restore_checked
 from .loading import finish_load, load_fsdp_optimizer
-from .saving import KeepAsTrainer, clear_place, export_into, seal_checkpoint
+from .saving import KeepAsTrainer, export_into, make_place, seal_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,11 +49,13 @@ class Options:
     verify: str = "auto"
     strict: bool = True
     retention: RetentionPolicy | None = None
+    kept_beyond_limit: RetentionPolicy | None = None  # where `save_total_limit` rules
     on_damage: str = "fail"
     max_resumes: int | None = None
     fresh: bool = False
     tokenizer: Any = None
     timeout_s: float | None = None
+    export_to: str | Path | None = None
 
 
 class TrainingRun:
@@ -101,6 +104,18 @@ class TrainingRun:
             raise UsageError(
                 "FSDPCheckpointCallback does not handle hyperparameter_search; leave it out for the search"
             )
+        if self._options.export_to is not None:  # not after days of training
+            self._check_export(Path(self._options.export_to).expanduser().absolute())
+
+    def _check_export(self, out: Path) -> None:
+        root = self.root.resolve()
+        if out.resolve() in (root, *root.parents):
+            raise UsageError(
+                f"export_to is {out}, which holds the checkpoints, and an export takes its directory's place. Give a "
+                "directory of its own, or call trainer.save_model(), which writes into output_dir.",
+                path=str(out),
+            )
+        check_target(out, None, overwrite=True)
 
     def begin_training(self, loader: Any) -> None:
         """The Trainer has loaded, and is about to iterate `loader`: verify, and put back what it leaves out."""
@@ -123,6 +138,11 @@ class TrainingRun:
         self.report, self._rng_due = restored.report, restored.rng
         if get_rank() == 0:
             logger.log(logging.INFO if self.report.exact else logging.WARNING, "%s", self.report)
+
+    def is_finished(self) -> bool:
+        """Whether all updates were done before: the Trainer looks only after the next batch. Not collective."""
+        state = self._trainer.state
+        return bool(state.global_step >= state.max_steps > 0)
 
     def adapters_kept(self) -> AbstractContextManager[None]:
         """Keep the adapters of PEFT in what is saved and loaded meanwhile. Not collective."""
@@ -153,7 +173,7 @@ class TrainingRun:
         """Let the Trainer write a checkpoint into `directory`, with nothing of an older one in it."""
         wait_for_ranks("Trainer's save", timeout_s=self._options.timeout_s)
         run_on_main("checking the output folder", self._held.check)
-        moved = clear_place(directory, run_id=get_run_id())
+        moved = make_place(directory, run_id=get_run_id())
         if moved is not None and get_rank() == 0:
             logger.warning("%s was there already; it lies in %s now", directory, moved)
 
@@ -201,7 +221,10 @@ class TrainingRun:
         name = None if best is None else Path(best).name
         if self._options.retention is not None:
             return KeepAny((self._options.retention, _KeepNamed(name))) if name is not None else self._options.retention
-        return None if not self._limit or self._limit < 0 else KeepAsTrainer(self._limit, name)
+        if not self._limit or self._limit < 0:
+            return None
+        limit, beyond = KeepAsTrainer(self._limit, name), self._options.kept_beyond_limit
+        return limit if beyond is None else KeepAny((limit, beyond))
 
     # -- end ----------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from ..rank_state import write_rank_state
 from ..ranks import broadcast, run_on_main, run_together
 from ..retention import CheckpointFacts, KeepLast
 from ..rng import RngSnapshot
+from ..views import wait_until_seen
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -55,22 +56,29 @@ class KeepAsTrainer:
         return KeepLast(max(1, self.limit - 1)).choose_kept(checkpoints) | {self.best}
 
 
-def clear_place(directory: Path, *, run_id: str) -> Path | None:
-    """Move away what is where a checkpoint is about to be written: half a save, or one of an abandoned branch.
+def make_place(directory: Path, *, run_id: str) -> Path | None:
+    """Make the empty directory that a checkpoint is about to be written into, seen by all ranks. Collective.
 
-    The Trainer would write into it: files of both would be mixed, under a manifest that vouches for the old ones.
+    What is there is moved away: half a save, or one of an abandoned branch. The Trainer would write into it: files of
+    both would be mixed, under a manifest that vouches for the old ones. And the Trainer lets each rank ask whether the
+    directory is there to know whether it is that of the best model; under SHARDED_STATE_DICT it made it only later, or
+    another rank just now: the one before was taken for the best, or ranks disagreed and hung at the end.
 
     Returns:
         Where it lies now, None if nothing was there.
     """
     reason = "a later run has saved the same step again; the Trainer would have written into this one"
 
-    def move() -> Path | None:
-        if not directory.is_dir() or not any(directory.iterdir()):
-            return None
-        return set_aside(directory.parent, directory.name, reason=reason, run_id=run_id)
+    def make() -> Path | None:
+        moved = None
+        if directory.is_dir() and any(directory.iterdir()):
+            moved = set_aside(directory.parent, directory.name, reason=reason, run_id=run_id)
+        directory.mkdir(parents=True, exist_ok=True)
+        return moved
 
-    return run_on_main("making room for the checkpoint", move)
+    moved = run_on_main("making room for the checkpoint", make)
+    wait_until_seen("making room", directory, lambda: None if directory.is_dir() else f"does not see {directory}")
+    return moved
 
 
 def export_into(accelerator: Accelerator, directory: Path, **options: Any) -> None:
