@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .report import LoadReport
     from .save import save_state
     from .tracking import track
+    from .trainer import FSDPCheckpointCallback
     from .verify import verify_checkpoint
     from .verify_live import verify_model
 
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Checkpointer": "checkpointer",
     "ExportReport": "export",
+    "FSDPCheckpointCallback": "trainer",
     "LoadReport": "report",
     "PendingSave": "background",
     "Position": "position",
@@ -48,6 +50,7 @@ _HOMES = {
 __all__ = [
     "Checkpointer",
     "ExportReport",
+    "FSDPCheckpointCallback",
     "LoadReport",
     "PendingSave",
     "Position",

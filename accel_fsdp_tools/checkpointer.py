@@ -23,6 +23,7 @@ from .manifest import Lineage, has_manifest, read_manifest
 from .model_changes import ModelChanges, Rename
 from .permissions import Permissions
 from .position import Position, StepAndEpoch
+from .progress import check_data_resume
 from .progress import track as track_loaders
 from .ranks import broadcast, run_on_each, run_on_main, wait_for_ranks
 from .records import pin
@@ -91,6 +92,7 @@ class Checkpointer:
         elastic, allow: as for `load_state`.
         tokenizer: as for `save_state`.
         allow_objects: as for `load_state`.
+        data_resume: as for `load_state`.
         async_save: save in the background. Takes memory for one copy of what is on this rank.
         when_busy: what a save does while another is in flight: "wait" for it, or "skip" itself.
         timeout_s: how long to wait for a rank that does not arrive.
@@ -123,6 +125,7 @@ class Checkpointer:
         allow: Sequence[str] = (),
         tokenizer: Any = None,
         allow_objects: Sequence[str] = (),
+        data_resume: str = "skip",
         timeout_s: float | None = None,
     ) -> None:
         check_positive("save_every", save_every, int)
@@ -149,6 +152,8 @@ class Checkpointer:
         self._verify, self._strict = verify, strict
         self._changes: ModelChanges | None = None
         self._permissions = Permissions.make(strict=strict, elastic=elastic, allow=allow)
+        check_data_resume(data_resume)
+        self._data_resume = data_resume
         self._async_save, self._when_busy = async_save, when_busy
         self._pending: PendingSave | None = None
         self._allow_objects, self._timeout_s = tuple(allow_objects), timeout_s
@@ -294,6 +299,7 @@ class Checkpointer:
             changes=self._changes,
             allow_after_step=allow_after_step,
             allow_objects=self._allow_objects,
+            data_resume=self._data_resume,
             timeout_s=self._timeout_s,
         )
 

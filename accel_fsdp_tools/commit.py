@@ -13,6 +13,7 @@ Everything here is done by rank 0 alone; the callers make the other ranks wait a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pathlib import Path
 from . import ownership
 from .errors import AccelFsdpError, CheckpointNotFoundError, UsageError
 from .files import fsync_directory
-from .manifest import Manifest, has_manifest, read_manifest
+from .manifest import MANIFEST_PATH, Manifest, has_manifest, read_manifest
 from .ownership import (
     STALE_S,
     Owner,
@@ -41,6 +42,7 @@ PARTIAL, OWNER_NAME = ownership.PARTIAL, ownership.OWNER_NAME  # the heartbeat n
 FOREIGN_PARTIAL_STALE_S = 24 * 3600.0
 OWN_FOLDERS = (PARTIAL, QUARANTINE, RECORDS)  # of a root: what this package keeps there beside checkpoints
 _REPLACED, _DELETED = ".replaced", ".deleted"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Names by which a directory that others wrote is recognised as a checkpoint.
 _FOREIGN_MARKS = (
@@ -183,10 +185,10 @@ def commit_staging(staging: Staging) -> None:
             shutil.rmtree(staging.set_aside)
         staging.final.rename(staging.set_aside)
         fsync_directory(staging.run_directory)
-    reach("save.set_aside")
     try:
+        reach("save.set_aside")
         staging.partial.rename(staging.final)
-    except OSError:
+    except BaseException:  # not only a failed rename: an interrupt must not leave the run without either
         if replaced:
             staging.set_aside.rename(staging.final)
         raise
@@ -257,6 +259,11 @@ def recover(root: Path) -> list[str]:
                 done.append(f"removed {left.relative_to(root)}, left by a run that ended before completing it")
         if not alive:
             with contextlib.suppress(OSError):
+                if (
+                    is_quiet
+                ):  # else it may be a run that is just beginning: it writes its owner under another name first
+                    for left in run_directory.iterdir():
+                        left.unlink()
                 owner.unlink(missing_ok=True)
                 run_directory.rmdir()
     with contextlib.suppress(OSError):
@@ -272,14 +279,23 @@ def find_interrupted(path: Path) -> bool:
 def delete_checkpoint(path: Path, run_id: str) -> bool:
     """Remove a checkpoint: renamed out of the way first, so that half a deletion is never seen as a checkpoint.
 
+    On a disk too full for that, the manifest goes first instead: a crash in the middle then leaves what is listed as
+    damaged. To refuse would keep the disk full.
+
     Returns:
         False if another process has removed it already.
     """
     staging = Staging(path, run_id)
-    _make_run_directory(staging)
     owner = staging.run_directory / OWNER_NAME
-    if read_owner(owner) is None:
-        write_owner(owner, Owner.current(run_id))
+    try:
+        _make_run_directory(staging)
+        if read_owner(owner) is None:
+            write_owner(owner, Owner.current(run_id))
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        close_staging(staging)
+        return _delete_in_place(path)
     condemned = staging.run_directory / f"{path.name}{_DELETED}"
     shutil.rmtree(condemned, ignore_errors=True)
     try:
@@ -292,6 +308,17 @@ def delete_checkpoint(path: Path, run_id: str) -> bool:
     shutil.rmtree(condemned, ignore_errors=True)
     reach("prune.removed")
     close_staging(staging)
+    return True
+
+
+def _delete_in_place(path: Path) -> bool:
+    try:
+        (path / MANIFEST_PATH).unlink()
+    except FileNotFoundError:
+        return False
+    reach("prune.set_aside")
+    shutil.rmtree(path, ignore_errors=True)
+    reach("prune.removed")
     return True
 
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .compare_live import EXACT, Reader, Tolerance, compare_shard
+from .compare_live import EXACT, Reader, Tolerance, compare_shard, is_odd
 from .disk_values import read_parameter_groups
 from .errors import UnsupportedError
 from .findings import Finding, Severity
 from .fingerprint import fingerprint_value
 from .formats.checkpoint import Checkpoint, Section, name_section
 from .formats.reading import FileCache
+from .live import unwrap_module
+from .local_digests import ShareDigest, name_shard
+from .names import list_adapter_names
 from .opening import open_checkpoint
 from .optimizer_shards import describe_parameter_groups, iterate_optimizer_parameters, iterate_optimizer_shards
 from .prepared import NameFilter, Prepared, label_tensor
+from .proven import HoldingRecord, Key
 from .ranks import gather_all, get_rank, run_together
 from .shards import LocalShard, iterate_local_shards
 
@@ -37,6 +42,8 @@ def compare_with_disk(
     is_sample: bool = False,
     tolerance: Tolerance = EXACT,
     odd: set[str] | None = None,
+    plain: Container[Key] = (),
+    record: HoldingRecord | None = None,
 ) -> tuple[list[Finding], int, set[str]]:
     """Return what differs, of all ranks, how many failures beyond the first of each rank are not listed, and all names.
 
@@ -45,6 +52,8 @@ def compare_with_disk(
     Args:
         is_sample: compare only some tensors whole, and of the others the first and last rows.
         odd: labels are added of tensors that hold NaN or infinity, or on some rank nothing but zeros.
+        plain: what held nothing of the kind at the save.
+        record: is told what this rank holds again as it did at the save, so that the memory is read once.
     """
     mine: list[Finding] = []
     seen = {"tensors": 0, "elements": 0}
@@ -54,14 +63,27 @@ def compare_with_disk(
         checkpoint = open_checkpoint(directory)
         with FileCache() as files:
             reader = Reader(files)
-            for label, shard, section, number in _iterate_pairs(prepared, checkpoint):
+            adapters = [_Adapters.read(prepared, checkpoint, index) for index in range(len(prepared.models))]
+            for key, shard, section, names in _iterate_pairs(prepared, checkpoint, adapters):
+                label = label_tensor(*key)
                 if not is_chosen(label):
+                    continue
+                if shard.kind == "value":
+                    if record is not None:
+                        record.note(key, shard)
                     continue
                 seen["tensors"] += 1
                 only_ends = is_whole is not None and not is_whole(label)
-                mine.extend(_compare_one(label, shard, section, number, reader, only_ends, tolerance, odd))
+                digest = record.begin(key, shard) if record is not None else None
+                is_put_off = digest is not None and key in plain
+                way = _Way(reader, only_ends, tolerance, None if is_put_off else odd, digest)
+                mine.extend(_compare_one(label, shard, section, names, way))
+                is_same = record is not None and record.note(key, shard, digest)
+                if is_put_off and not is_same and odd is not None and is_odd(shard):
+                    odd.add(label)
                 seen["elements"] += sum(part.numel for part in shard.parts)
-            mine.extend(_find_left_over(prepared, checkpoint, is_chosen))
+            mine.extend(_find_left_over(prepared, checkpoint, adapters, is_chosen))
+            mine.extend(note for each in adapters for note in each.describe())
             mine.extend(_compare_groups(prepared, checkpoint, is_chosen))
 
     run_together("comparing memory with the checkpoint", compare)
@@ -105,37 +127,91 @@ def gather_findings(mine: list[Finding], seen: dict[str, int]) -> tuple[list[Fin
     return results, sum(each[1] for each in everyone), [each[3] for each in everyone]
 
 
-def _iterate_pairs(prepared: Prepared, checkpoint: Checkpoint) -> Iterator[tuple[str, LocalShard, Section, int | None]]:
-    """Yield every local shard with the section that it was loaded from, and its parameter's number in an optimizer."""
+def _iterate_pairs(
+    prepared: Prepared, checkpoint: Checkpoint, adapters: Sequence[_Adapters]
+) -> Iterator[tuple[Key, LocalShard, Section, Sequence[str]]]:
+    """Yield every local shard with the section that it was loaded from, and the names that it may have there."""
     for index, model in enumerate(prepared.models):
         section = checkpoint.get_section(name_section("model", index))
         for shard in iterate_local_shards(model):
-            yield label_tensor("model", index, shard.fqn), shard, section, None
+            if shard.fqn not in adapters[index].absent:
+                yield ("model", index, shard.fqn), shard, section, adapters[index].list_names(shard)
     for index, optimizer in enumerate(prepared.optimizers):
         section = checkpoint.get_section(name_section("optimizer", index))
-        numbers = _number_parameters(prepared, index)
+        numbers = _number_parameters(prepared, index)  # without FSDP parameters are known by these
         for shard in iterate_optimizer_shards(prepared.models[index], optimizer):
-            if shard.kind != "value":
-                label = label_tensor("optimizer", index, f"state.{shard.fqn}.{shard.state}")
-                yield label, shard, section, numbers.get(shard.fqn)
+            number = [str(numbers[shard.fqn])] if shard.fqn in numbers else []
+            yield ("optimizer", index, name_shard(shard)), shard, section, [shard.fqn, *shard.aliases, *number]
+
+
+@dataclass(frozen=True)
+class _Adapters:
+    """What is particular about a PEFT model's file: names without the adapter's, and perhaps nothing of the base model.
+
+    The Trainer saves adapters alone, under the names of their own files (FSDP2, sharded) or the model's.
+    """
+
+    adapters: tuple[str, ...] = ()
+    absent: frozenset[str] = frozenset()  # frozen parameters, if the file has none of them
+
+    @classmethod
+    def read(cls, prepared: Prepared, checkpoint: Checkpoint, index: int) -> _Adapters:
+        model = prepared.models[index]
+        found = getattr(unwrap_module(model), "peft_config", None)
+        if not isinstance(found, dict):
+            return cls()
+        plain = cls(tuple(found))
+        saved = checkpoint.get_section(name_section("model", index)).tensors
+        frozen = [shard for shard in iterate_local_shards(model) if not shard.requires_grad]
+        if any(name in saved for shard in frozen for name in plain.list_names(shard)):
+            return plain
+        return cls(plain.adapters, frozenset(shard.fqn for shard in frozen))
+
+    def list_names(self, shard: LocalShard) -> list[str]:
+        """Return the names under which a tensor of the model may be on disk."""
+        names = (shard.fqn, *shard.aliases)
+        return [*names, *(each for name in names for each in list_adapter_names(name, self.adapters))]
+
+    def describe(self) -> list[Finding]:
+        if not self.absent:
+            return []
+        text = f"{len(self.absent)} frozen tensor(s) of the base model are not in the checkpoint, only the adapter is"
+        return [Finding("base", Severity.NOTE, text, facts={"count": len(self.absent)})]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How one share is compared; see `compare_shard`."""
+
+    reader: Reader
+    only_ends: bool
+    tolerance: Tolerance
+    odd: set[str] | None
+    digest: ShareDigest | None
 
 
 def _compare_one(
     label: str,
     shard: LocalShard,
     section: Section,
-    number: int | None,
-    reader: Reader,
-    only_ends: bool,
-    tolerance: Tolerance,
-    odd: set[str] | None,
+    names: Sequence[str],
+    way: _Way,
 ) -> list[Finding]:
     state = "" if shard.state is None else f".{shard.state}"
     prefix = "" if shard.state is None else "state."
-    for name in (shard.fqn, *shard.aliases, *(() if number is None else (number,))):  # without FSDP: numbers
+    for name in names:
         disk = section.tensors.get(f"{prefix}{name}{state}")
         if disk is not None:
-            return compare_shard(label, shard, disk, reader=reader, only_ends=only_ends, tolerance=tolerance, odd=odd)
+            return compare_shard(
+                label,
+                shard,
+                disk,
+                reader=way.reader,
+                only_ends=way.only_ends,
+                tolerance=way.tolerance,
+                odd=way.odd,
+                digest=way.digest,
+            )
     message = f"{label} is in memory and not in the checkpoint"
     return [Finding("missing", Severity.FAILURE, message, fqn=label)]
 
@@ -146,10 +222,12 @@ def _number_parameters(prepared: Prepared, index: int) -> dict[str, int]:
     return {shard.fqn: number for number, shard in enumerate(shards)}
 
 
-def _find_left_over(prepared: Prepared, checkpoint: Checkpoint, is_chosen: NameFilter) -> Iterator[Finding]:
+def _find_left_over(
+    prepared: Prepared, checkpoint: Checkpoint, adapters: Sequence[_Adapters], is_chosen: NameFilter
+) -> Iterator[Finding]:
     """Yield what a model's section holds and no model has (case V03)."""
     for index, model in enumerate(prepared.models):
-        names = {name for shard in iterate_local_shards(model) for name in (shard.fqn, *shard.aliases)}
+        names = {name for shard in iterate_local_shards(model) for name in adapters[index].list_names(shard)}
         for name in sorted(set(checkpoint.get_section(name_section("model", index)).tensors) - names):
             label = label_tensor("model", index, name)
             if is_chosen(label):

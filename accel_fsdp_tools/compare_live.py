@@ -7,25 +7,25 @@ faster than comparing floats. Not collective.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .extents import DTYPE_SIZES, Box, DiskTensor, Part, Run, Shape
 from .findings import Finding, Severity
-from .fingerprint import view_bytes
-from .formats.reading import FileCache, read_into
+from .fingerprint import is_plain, view_bytes
+from .formats.reading import FileCache, find_stretches, read_into
 
 if TYPE_CHECKING:
     import torch
 
+    from .local_digests import ShareDigest
     from .shards import LocalShard
 
-_BLOCK_BYTES = 1 << 21  # read and compared at once, while it is in the processor's cache
+_BLOCK_BYTES = 1 << 20  # read and compared at once, while it is in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,13 @@ class Reader:
     def __init__(self, files: FileCache) -> None:
         self.files = files
         self._buffer = bytearray(_BLOCK_BYTES)
+        self._block = memoryview(bytearray(_BLOCK_BYTES))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._block))
+
+    def read_bytes(self, path: str, offset: int, count: int) -> int:
+        """Return the address of at most a block of a file's bytes, in memory that the next call uses again."""
+        self.files.read_into(path, offset, self._block[:count])
+        return self._address
 
     def read(self, disk: DiskTensor, part: Part) -> torch.Tensor:
         """Return a part of a tensor as one dimension, in memory that the next call uses again."""
@@ -74,6 +81,10 @@ class _Tally:
     is_finite: bool = True
     is_zero: bool = True
 
+    @property
+    def is_odd(self) -> bool:
+        return not self.is_finite or self.is_zero
+
 
 def compare_shard(
     name: str,
@@ -84,6 +95,7 @@ def compare_shard(
     only_ends: bool = False,
     tolerance: Tolerance = EXACT,
     odd: set[str] | None = None,
+    digest: ShareDigest | None = None,
 ) -> list[Finding]:
     """Return what differs between this rank's share of a tensor and the checkpoint: shape, dtype, values.
 
@@ -95,8 +107,9 @@ def compare_shard(
         tolerance: values this near to the saved ones count as equal, and NaN equals NaN; a hint says how far the
             farthest is. Whole numbers are always compared exactly.
         odd: `name` is added if the share in memory holds NaN or infinity, or nothing but zeros.
+        digest: fed with the share's bytes while they are at hand, if they equal the disk's.
 
-    Memory: two blocks of 2 MiB, or of one row; with a tolerance about ten for a block that differs.
+    Memory: two blocks of 1 MiB, or of one row; with a tolerance about ten for a block that differs.
     """
     if tuple(disk.shape) != tuple(shard.shape):
         message = f"{name} has shape {list(shard.shape)} in memory and {list(disk.shape)} in the checkpoint"
@@ -109,11 +122,13 @@ def compare_shard(
         findings.append(Finding("dtype", Severity.HINT, message, fqn=name, facts=facts))
     tally = _Tally()
     for part, tensor in shard.iterate_pieces():
+        if not only_ends and _is_equal(part, tensor, disk, reader, None if odd is None else tally, digest):
+            continue
         for block, view in _iterate_blocks(part, tensor, DTYPE_SIZES[disk.dtype], only_ends=only_ends):
             _compare_block(block, view, disk, reader, tolerance, tally)
             if odd is not None:
                 _look_at_values(view, tally)
-    if odd is not None and not (tally.is_finite and not tally.is_zero):
+    if odd is not None and tally.is_odd:
         odd.add(name)
     if tally.num_near:
         message = (
@@ -131,6 +146,39 @@ def compare_shard(
         facts = {"num_different": tally.num_different, "index": list(index), "expected": expected, "actual": actual}
         findings.append(Finding("value", Severity.FAILURE, message, fqn=name, facts=facts))
     return findings
+
+
+def _is_equal(
+    part: Part, tensor: torch.Tensor, disk: DiskTensor, reader: Reader, tally: _Tally | None, digest: ShareDigest | None
+) -> bool:
+    """Whether a part in host memory has the bytes on disk; False as well if that can't be told the fast way."""
+    if tensor.device.type != "cpu" or not is_plain(tensor) or str(tensor.dtype) != f"torch.{disk.dtype}":
+        return False
+    stretches = find_stretches(disk, part)
+    if stretches is None:
+        return False
+    flat = tensor.detach().reshape(-1)
+    size, address, data = flat.element_size(), flat.data_ptr(), view_bytes(flat)
+    for path, offset, begin, length in sorted(stretches, key=lambda each: each.begin):
+        for start in range(0, length, _BLOCK_BYTES):
+            count = min(_BLOCK_BYTES, length - start)
+            first = begin + start
+            if _memcmp(reader.read_bytes(path, offset + start, count), address + first, count):
+                return False
+            if digest is not None:
+                digest.update(data[first : first + count])
+            if tally is not None:
+                _look_at_values(flat[first // size : (first + count) // size], tally)
+    return True
+
+
+def is_odd(shard: LocalShard) -> bool:
+    """Whether the share in memory holds NaN or infinity, or nothing but zeros."""
+    tally = _Tally()
+    for part, tensor in shard.iterate_pieces():
+        for _, view in _iterate_blocks(part, tensor, tensor.element_size(), only_ends=False):
+            _look_at_values(view, tally)
+    return tally.is_odd
 
 
 def _iterate_blocks(
@@ -194,14 +242,15 @@ def _compare_block(
 
 
 def _have_equal_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two contiguous tensors in host memory hold the same bytes; four times as fast as `torch.equal`."""
+    """Whether two contiguous tensors in host memory hold the same bytes; several times as fast as `torch.equal`."""
     if not (a.is_contiguous() and b.is_contiguous()):
         return False
-    if not a.numel():
-        return True
     num_bytes = a.numel() * a.element_size()
-    dtype = np.int64 if num_bytes % 8 == 0 else np.uint8
-    return bool(np.array_equal(np.frombuffer(view_bytes(a), dtype), np.frombuffer(view_bytes(b), dtype)))
+    return num_bytes == b.numel() * b.element_size() and not _memcmp(a.data_ptr(), b.data_ptr(), num_bytes)
+
+
+_memcmp = ctypes.CDLL(None).memcmp  # lets other threads run meanwhile
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def _look_at_values(view: torch.Tensor, tally: _Tally) -> None:
@@ -211,7 +260,16 @@ def _look_at_values(view: torch.Tensor, tally: _Tally) -> None:
     if not view.is_floating_point() or view.element_size() == 1:
         tally.is_zero = False  # of whole numbers and eight-bit floats nothing is odd
         return
-    low, high = (each.item() for each in view.detach().aminmax())  # NaN if there is any
+    view = view.detach()
+    if view.device.type == "cpu" and view.element_size() >= 4 and view.is_contiguous():
+        # Twice as fast as a search. A sum of squares is no number if one of them is none, and zero if all are; it may
+        # also overflow or vanish, so only what lies between says something.
+        flat = view.reshape(-1)
+        squares = float(flat.dot(flat))
+        if 0 < squares < math.inf:
+            tally.is_zero = False
+            return
+    low, high = (each.item() for each in view.aminmax())  # NaN if there is any
     tally.is_finite = tally.is_finite and math.isfinite(low) and math.isfinite(high)
     tally.is_zero = tally.is_zero and low == 0 and high == 0
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from .findings import Finding, Severity
 from .live_fingerprints import Measured, Wanted, measure_model, measure_optimizer
-from .manifest import Manifest
+from .manifest import Manifest, ModelFacts
 from .prepared import NameFilter, Prepared, label_tensor, skip_aliases
+from .proven import Key
 from .shards import iterate_local_shards
 from .statistics import RELATIVE_TOLERANCE, TensorStatistics, get_cast_precision
 
@@ -30,6 +31,7 @@ class Measurement:
     measured: Measured
     is_chosen: NameFilter
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    proven: frozenset[str] = frozenset()  # not summed up: they are what was recorded
 
     def list_statistics(self) -> dict[str, TensorStatistics]:
         """Return the chosen tensors' statistics by label."""
@@ -38,20 +40,40 @@ class Measurement:
 
 
 def measure_prepared(
-    prepared: Prepared, is_chosen: NameFilter, *, fingerprints: bool = False, statistics: bool = False
+    prepared: Prepared,
+    is_chosen: NameFilter,
+    *,
+    fingerprints: bool = False,
+    statistics: bool = False,
+    proven: frozenset[Key] = frozenset(),
 ) -> tuple[Measurement, ...]:
-    """Sum up all models and optimizers, over all ranks. Collective; one pass over local memory, nothing is copied."""
+    """Sum up all models and optimizers, over all ranks. Collective; one pass over local memory, nothing is copied.
+
+    Args:
+        proven: what is left out, because it has the fingerprint that was recorded.
+    """
     measurements = []
     for index, model in enumerate(prepared.models):
-        wanted = Wanted(fingerprints, statistics, skip_aliases(model, is_chosen))
+        names = _get_names(proven, "model", index)
+        chosen = skip_aliases(model, is_chosen)
+        measured = measure_model(model, Wanted(fingerprints, statistics, _leave_out(names, chosen)))
         dtypes = {shard.fqn: shard.dtype for shard in iterate_local_shards(model)}
-        measurements.append(Measurement("model", index, measure_model(model, wanted), wanted.is_chosen, dtypes))
+        measurements.append(Measurement("model", index, measured, chosen, dtypes, names))
     for index, optimizer in enumerate(prepared.optimizers):
+        names = _get_names(proven, "optimizer", index)
         model = prepared.models[index]
-        wanted = Wanted(fingerprints, statistics, skip_aliases(model, is_chosen))
-        measured = measure_optimizer(model, optimizer, wanted)
-        measurements.append(Measurement("optimizer", index, measured, wanted.is_chosen))
+        chosen = skip_aliases(model, is_chosen)
+        measured = measure_optimizer(model, optimizer, Wanted(fingerprints, statistics, _leave_out(names, chosen)))
+        measurements.append(Measurement("optimizer", index, measured, chosen, proven=names))
     return tuple(measurements)
+
+
+def _get_names(proven: frozenset[Key], kind: str, index: int) -> frozenset[str]:
+    return frozenset(key[2] for key in proven if key[:2] == (kind, index))
+
+
+def _leave_out(names: frozenset[str], is_chosen: NameFilter) -> NameFilter:
+    return lambda name: name not in names and is_chosen(name)
 
 
 def list_all_statistics(measurements: Iterable[Measurement]) -> dict[str, TensorStatistics]:
@@ -62,11 +84,13 @@ def list_all_statistics(measurements: Iterable[Measurement]) -> dict[str, Tensor
 # -- fingerprints ---------------------------------------------------------------------------------------------------
 
 
-def compare_fingerprints(
-    measurements: Iterable[Measurement], manifest: Manifest, counts: dict[str, int]
-) -> list[Finding]:
-    """Return what is not what was in memory at the save. Not collective; the same on every rank."""
+def compare_fingerprints(measurements: Iterable[Measurement], manifest: Manifest) -> tuple[list[Finding], int]:
+    """Return what is not what was in memory at the save, and how much was compared.
+
+    Not collective; the same on every rank.
+    """
     findings: list[Finding] = []
+    num_compared = 0
     # Copies that differed between ranks at the save have no fingerprint, and may differ again.
     unknown = set(manifest.states["model"].get("divergent", ()))
     for each in measurements:
@@ -74,9 +98,11 @@ def compare_fingerprints(
             saved = {tensor.fqn: tensor.fingerprint for tensor in manifest.models[each.index].tensors}
         else:
             saved = {**dict.fromkeys(unknown), **manifest.optimizers[each.index].fingerprints}
-        findings += _match(each, saved, counts)
+        names = sorted(filter(each.is_chosen, set(saved) | set(each.measured.fingerprints) | each.proven))
+        num_compared += len(names)
+        findings += _match(each, names, saved)
         findings += _report_divergence(each, unknown)
-    return findings
+    return findings, num_compared
 
 
 def _report_divergence(measurement: Measurement, unknown: set[str]) -> Iterator[Finding]:
@@ -88,15 +114,12 @@ def _report_divergence(measurement: Measurement, unknown: set[str]) -> Iterator[
         yield Finding("replica", Severity.FAILURE, message, fqn=name, facts={"ranks": list(each.ranks)})
 
 
-def _match(measurement: Measurement, saved: Mapping[str, str | None], counts: dict[str, int]) -> Iterator[Finding]:
+def _match(measurement: Measurement, names: Iterable[str], saved: Mapping[str, str | None]) -> Iterator[Finding]:
     live = measurement.measured.fingerprints
-    for name in sorted(set(saved) | set(live)):
-        if not measurement.is_chosen(name):
-            continue
+    for name in names:
         label = label_tensor(measurement.kind, measurement.index, name)
-        counts["tensors"] += 1
         expected = saved.get(name)
-        actual = str(live[name]) if name in live else None
+        actual = str(live[name]) if name in live else expected if name in measurement.proven else None
         if expected is None and name in saved:
             continue  # its copies differed at the save: nothing was recorded
         if expected == actual:
@@ -180,13 +203,17 @@ def _read_recorded(each: Measurement, manifest: Manifest | None) -> dict[str, Te
         return {}
     raw: dict[str, Mapping[str, Any] | None]
     if each.kind == "model":
-        raw = {tensor.fqn: tensor.statistics for tensor in manifest.models[each.index].tensors}
+        raw = _list_of_model(manifest.models[each.index])
     else:
         facts = manifest.optimizers[each.index]
         names = [name for name in facts.fingerprints if not name.startswith("param_groups.")]
         divergent = manifest.states["model"].get("divergent", ())
         raw = {**dict.fromkeys([*names, *divergent]), **facts.statistics}
     return {name: None if one is None else TensorStatistics.parse(one, name) for name, one in raw.items()}
+
+
+def _list_of_model(facts: ModelFacts) -> dict[str, Mapping[str, Any] | None]:
+    return {tensor.fqn: tensor.statistics for tensor in facts.tensors}
 
 
 def _compare_one(
@@ -272,6 +299,20 @@ def find_odd_values(measurements: Iterable[Measurement]) -> list[Finding]:
             text = f"{len(hints) - _MAX_HINTS} more tensors with {code} are not listed"
             findings.append(Finding("omitted", Severity.NOTE, text, facts={"count": len(hints) - _MAX_HINTS}))
     return findings
+
+
+def list_plain(manifest: Manifest) -> set[Key]:
+    """Return what is known to have held neither NaN nor infinity nor only zeros at the save."""
+    plain: set[Key] = set()
+    for kind, index, recorded in (
+        *(("model", index, _list_of_model(facts)) for index, facts in enumerate(manifest.models)),
+        *(("optimizer", index, facts.statistics) for index, facts in enumerate(manifest.optimizers)),
+    ):
+        for name, raw in recorded.items():
+            seen = TensorStatistics.parse(raw, name) if raw is not None else TensorStatistics()
+            if not seen.num_nan and not seen.num_inf and seen.num_nonzero:
+                plain.add((kind, index, name))
+    return plain
 
 
 def compare_requires_grad(prepared: Prepared, manifest: Manifest, is_chosen: NameFilter) -> list[Finding]:

@@ -71,7 +71,7 @@ def _stateless_stay_stateless(optimizers: list[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sync_later(directory: Path) -> Iterator[None]:
+def sync_later(directory: Path) -> Iterator[None]:
     """Keep DCP from waiting for the storage after each file that it writes below `directory`.
 
     The caller makes every file of the checkpoint durable before there is a manifest, all of them at once and with
@@ -97,7 +97,7 @@ def _sync_later(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _failures_come_last() -> Iterator[None]:
+def failures_come_last() -> Iterator[None]:
     """Let a rank whose file cannot be written take part in the collectives that follow, and fail at the end.
 
     Between two files Accelerate enters collectives (FSDP gathers the optimizer after rank 0 has written the model). A
@@ -137,7 +137,7 @@ def _write_later(copies: HostCopies, later: list[Write], *, is_gathered: bool) -
     import torch.distributed.checkpoint as dcp
 
     save_file, save_safely, save_sharded = torch.save, upstream.safe_save_file, dcp.save
-    failures: list[Exception] = []  # as in `_failures_come_last`: a rank without memory must not leave the others alone
+    failures: list[Exception] = []  # as in `failures_come_last`: a rank without memory must not leave the others alone
 
     def keep(write: Callable[..., Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         is_of_fsdp = is_gathered and (write is save_sharded or name.startswith(_OF_FSDP))
@@ -166,7 +166,7 @@ def _write_later(copies: HostCopies, later: list[Write], *, is_gathered: bool) -
     def keep_sharded(state_dict: dict[str, Any], **kwargs: Any) -> None:
         keep(save_sharded, "sharded", state_dict, save_sharded, **kwargs)
 
-    with _failures_come_last():
+    with failures_come_last():
         now = torch.save
         with (
             _attributes(torch, save=keep_file),
@@ -183,12 +183,25 @@ def _save_sharded(state_dict: dict[str, Any], save: Callable[..., Any], **kwargs
     save(state_dict, process_group=get_control_group() if get_world_size() > 1 else None, **kwargs)
 
 
+def make_directories(accelerator: Accelerator, directory: Path) -> None:
+    """Make the directories into which Accelerate will write. By rank 0, where its failure is told to all.
+
+    Accelerate lets each rank make them between two collectives: one that cannot would leave the others waiting there.
+    """
+    kind = accelerator.state.fsdp_plugin.state_dict_type.name if is_fsdp(accelerator) else None
+    if kind == layout.SHARDED:
+        for index in range(len(accelerator._models)):
+            layout.get_model_path(directory, index, kind).parent.mkdir()
+        for index in range(len(accelerator._optimizers)):
+            layout.get_optimizer_path(directory, index, kind).parent.mkdir()
+
+
 def save_with_accelerate(accelerator: Accelerator, directory: Path) -> None:
     """Let Accelerate write into `directory`. Collective. The optimizers' state is as before afterwards.
 
     What it has written is not durable yet: the caller syncs every file.
     """
-    with _failures_come_last():
+    with failures_come_last():
         _save(accelerator, directory)
 
 
@@ -237,7 +250,7 @@ def _save(accelerator: Accelerator, directory: Path) -> None:
     raw = [get_raw_optimizer(optimizer) for optimizer in accelerator._optimizers]
     with contextlib.ExitStack() as stack:
         stack.enter_context(neutral_naming(accelerator))
-        stack.enter_context(_sync_later(directory))
+        stack.enter_context(sync_later(directory))
         if is_fsdp(accelerator):
             stack.enter_context(_attributes(accelerator, _optimizers=raw))
             stack.enter_context(_stateless_stay_stateless(raw))

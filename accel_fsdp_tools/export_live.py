@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from .assets import check_tokenizer
 from .errors import CallOrderError, DamagedCheckpointError, RankMismatchError, UsageError
+from .export.load_values import check_loaded_values
 from .export.outputs import MAX_SHARD_SIZE, OutputFile, parse_size
 from .export.proof import sum_output
 from .export.report import ExportReport
-from .export.settling import DTYPES, build_report, find_overflows, write_rest
+from .export.settling import DTYPES, PROOFS, build_report, find_overflows, write_rest
 from .export.target import REPORT_NAME, check_space, check_target, replacing
 from .export.workers import count_threads
 from .export.writing import create_files
 from .files import fsync_directory, write_json_durably
-from .findings import Finding
+from .findings import Finding, Severity
 from .fingerprint import Fingerprint
 from .live import unwrap_module
 from .live_fingerprints import fingerprint_model
@@ -39,8 +40,6 @@ from .views import wait_until_seen
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-
-PROOFS = ("output", "off")
 
 
 def export_model(
@@ -79,8 +78,9 @@ def export_model(
         max_shard_size: of a file, as for `save_pretrained`.
         tokenizer: tokenizer or processor to write beside the weights.
         overwrite: replace an earlier export at `out`, once the new one is proven.
-        verify: "output" reads everything that was written again and compares it; "off" does not. Copies on several
-            ranks are compared in any case.
+        verify: "output" reads everything that was written again and compares it; "load" also loads it with
+            transformers, in a process that rank 0 starts while the others wait, and compares the tensors of the loaded
+            model with those in memory; "off" does neither. Copies on several ranks are compared in any case.
         report: write `export_report.json` beside the weights.
         num_threads: of each rank; default: its share of the node's processors.
         timeout_s: how long to wait for a rank that does not arrive.
@@ -120,6 +120,7 @@ def export_model(
             "planning the export",
             lambda: make_plan(prepared, described, fingerprints, dtype=dtype, max_shard_size=max_shard_size),
         )
+        run_on_each("planning the proof", lambda: _check_loadable(plan, verify))
         run_on_main("looking for space", lambda: check_space(target, sum(file.size_bytes for file in plan.files)))
         holdings = gather_all(list_holdings(plan.shards))
         mine = run_on_each("dividing the work", lambda: choose_mine(plan.shards, holdings, get_rank()))
@@ -134,20 +135,24 @@ def export_model(
             expected = _agree_on_expected(plan, written, fingerprints)
             clock.note("write")
             proof = {"fingerprints": _describe_source(plan), "output": "not read again (verify=off)"}
-            if verify == "output":
+            if verify != "off":
                 proof["output"] = _prove(plan, staging, expected, threads)
                 clock.note("proof")
-            overflows = find_overflows(_add_counts(written.num_overflowed))
+            findings = find_overflows(_add_counts(written.num_overflowed))
+            run_on_main("writing the config", lambda: write_rest(staging, plan.files, plan.content, plan.companions))
+            if verify == "load":
+                proof["load"], more = run_on_main("loading the export", lambda: _check_load(plan, staging))
+                findings += more
+                clock.note("load")
 
             def finish() -> ExportReport:
-                write_rest(staging, plan.files, plan.content, plan.companions)
-                done = _report(plan, target, proof, overflows, clock.seconds)
+                done = _report(plan, target, proof, findings, clock.seconds)
                 if report:
                     write_json_durably(staging / REPORT_NAME, done.to_dict())
                 fsync_directory(staging)
                 return done
 
-            done = run_on_main("writing the config", finish)
+            done = run_on_main("finishing the export", finish)
     return done
 
 
@@ -309,6 +314,19 @@ def _prove(plan: LivePlan, staging: Path, expected: Mapping[str, Fingerprint], t
     )
 
 
+def _check_loadable(plan: LivePlan, verify: str) -> None:
+    if verify == "load" and plan.content.stem == "model" and plan.companions.config is None:
+        raise UsageError("verify is 'load', and the model has no config to load with. Use verify='output'.")
+
+
+def _check_load(plan: LivePlan, staging: Path) -> tuple[str, tuple[Finding, ...]]:
+    """Return what loading the export showed, and a finding if it was not the model in memory."""
+    if plan.content.stem != "model":
+        return "not loaded: of an adapter's base model nothing but the live one is known here", ()
+    check = check_loaded_values(staging, plan.kept, num_cast=plan.num_cast)
+    return str(check), () if check.ok else (Finding("load", Severity.FAILURE, str(check)),)
+
+
 def _describe_source(plan: LivePlan) -> str:
     made_of = f"; {len(plan.checked)} tensors that are cast or converted compared with theirs" if plan.checked else ""
     return f"taken of the live model on all ranks, copies compared{made_of}"
@@ -318,7 +336,7 @@ def _report(
     plan: LivePlan,
     target: Path,
     proof: Mapping[str, str],
-    overflows: tuple[Finding, ...],
+    findings: tuple[Finding, ...],
     seconds: Mapping[str, float],
 ) -> ExportReport:
     return build_report(
@@ -329,6 +347,6 @@ def _report(
         out=str(target),
         source=f"in memory of {get_world_size()} rank(s)",
         proof=proof,
-        findings=(*plan.findings, *overflows),
+        findings=(*plan.findings, *findings),
         seconds=dict(seconds),
     )

@@ -153,24 +153,57 @@ def fingerprint_tensor(tensor: torch.Tensor, part: Part, shape: Shape) -> Finger
         raise UsageError(f"A tensor of shape {tuple(tensor.shape)} is not {part}", expected=part.sizes)
     if tensor.numel() == 0:
         return Fingerprint()
-    on_cpu = tensor.device.type == "cpu"
-    is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    if on_cpu and is_plain:
+    if tensor.device.type == "cpu" and is_plain(tensor):
         return fingerprint_bytes(view_bytes(tensor), dtype, part, shape)
-    limit = _DEVICE_CHUNK * 4 // max(4, tensor.element_size())
-    scratch = None if is_plain else torch.empty(min(limit, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
     result = Fingerprint()
-    for offset, inner in iterate_blocks(tuple(tensor.shape), limit):
-        block = _narrow(tensor, inner)
-        if scratch is not None:  # re-used: fresh memory is slow to touch
-            block = scratch[: inner.numel].view(block.shape).copy_(block)
+    for offset, inner, block in _iterate_plain_blocks(tensor):
         here = Run(part.start + offset, inner.numel) if isinstance(part, Run) else _shift(part, inner)
-        if on_cpu:
+        if tensor.device.type == "cpu":
             result += fingerprint_bytes(view_bytes(block), dtype, here, shape)
         else:
             flat = _flatten(block)
             result += Fingerprint(*sum_on_device(flat, here, shape), flat.numel() * flat.element_size())
     return result
+
+
+def iterate_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in host memory in its row-major order: where they lie, or in copies of 4 MiB.
+
+    A copy lasts until the next one. Not collective.
+
+    Raises:
+        UnsupportedError: its elements cannot be read (a sparse tensor).
+    """
+    import torch
+
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise UnsupportedError(f"The bytes of a tensor on {tensor.device}, {tensor.layout} cannot be read")
+    tensor = tensor.detach()
+    if is_plain(tensor):
+        yield view_bytes(tensor)
+        return
+    for _, _, block in _iterate_plain_blocks(tensor):
+        yield view_bytes(block)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory one after another, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _iterate_plain_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Box, torch.Tensor]]:
+    """Cut a tensor into blocks as `iterate_blocks` does, each with a plain tensor of its elements."""
+    import torch
+
+    limit = _DEVICE_CHUNK * 4 // max(4, tensor.element_size())
+    scratch = None
+    if not is_plain(tensor):
+        scratch = torch.empty(min(limit, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+    for offset, inner in iterate_blocks(tuple(tensor.shape), limit):
+        block = _narrow(tensor, inner)
+        if scratch is not None:  # re-used: fresh memory is slow to touch
+            block = scratch[: inner.numel].view(block.shape).copy_(block)
+        yield offset, inner, block
 
 
 def _flatten(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,10 @@ from .files import FileFacts
 from .host_copies import HostCopies
 from .live import describe_model, describe_optimizers, describe_topology, get_raw_optimizer, get_scheduler_classes
 from .live_fingerprints import Measured, OptimizerShards, Wanted, measure_model_shards, measure_optimizer_shards
+from .local_digests import RankDigests, digest_shards
 from .manifest import Lineage, Manifest, ModelFacts, OptimizerFacts
 from .pace import PACES, PLANS, describe_plans, get_paces
-from .ranks import gather_all
+from .ranks import broadcast, gather_all
 from .shards import LocalShard, iterate_local_shards
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class Inventory:
     optimizers: tuple[OptimizerFacts, ...]
     divergent: tuple[str, ...] = ()
 
+    @property
+    def has_fingerprints(self) -> bool:
+        return any(facts.fingerprints for facts in self.models)
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -67,7 +72,7 @@ def draft_inventory(accelerator: Accelerator, copies: HostCopies | None = None) 
             `sum_up` has to follow before anything changes.
     """
     models = tuple(_describe(model) for model in accelerator._models)
-    optimizers = _merge(gather_all(describe_optimizers(accelerator)))
+    optimizers = _merge(describe_optimizers(accelerator))
     read_models: list[Callable[[], Iterable[LocalShard]]] = []
     read_optimizers: list[Callable[[], OptimizerShards]] = []
     for index, model in enumerate(accelerator._models):
@@ -134,6 +139,20 @@ def sum_up(draft: Draft) -> Inventory:
     )
 
 
+def digest_held(draft: Draft, inventory: Inventory) -> RankDigests:
+    """Return the digests of what this rank holds of all that has a fingerprint. Not collective; nothing is copied."""
+    return RankDigests(
+        models=[
+            digest_shards(read(), facts.fingerprints)
+            for read, facts in zip(draft.read_models, inventory.models, strict=True)
+        ],
+        optimizers=[
+            digest_shards(read().states, facts.fingerprints)
+            for read, facts in zip(draft.read_optimizers, inventory.optimizers, strict=True)
+        ],
+    )
+
+
 def _describe(model: torch.nn.Module) -> ModelFacts:
     facts = describe_model(model)
     return dataclasses.replace(facts, architecture=record_architecture(model, facts))
@@ -166,15 +185,23 @@ def _add_to_model(facts: ModelFacts, measured: Measured) -> ModelFacts:
     return dataclasses.replace(facts, tensors=tensors)
 
 
-def _merge(ranks: list[tuple[OptimizerFacts, ...]]) -> tuple[OptimizerFacts, ...]:
-    """Combine what the ranks know: under FSDP1 each sees the state of the parameters that it has a piece of."""
+def _merge(mine: tuple[OptimizerFacts, ...]) -> tuple[OptimizerFacts, ...]:
+    """Combine what the ranks know: under FSDP1 each sees the state of the parameters that it has a piece of.
+
+    Ranks send only what rank 0 has not said. Collective.
+    """
+    first = broadcast(mine)
+    more = [
+        (tuple(sorted({*own.stateless} - {*facts.stateless})), own.is_empty)
+        for own, facts in zip(mine, first, strict=False)  # a number that differs is found below, by every rank
+    ] + [((), True)] * (len(mine) - len(first))
     return tuple(
         dataclasses.replace(
-            parts[0],
-            stateless=tuple(sorted({name for part in parts for name in part.stateless})),
-            is_empty=all(part.is_empty for part in parts),
+            facts,
+            stateless=tuple(sorted({*facts.stateless}.union(*(names for names, _ in parts)))),
+            is_empty=all(is_empty for _, is_empty in parts),
         )
-        for parts in zip(*ranks, strict=True)
+        for facts, parts in zip(first, zip(*gather_all(more), strict=True), strict=True)
     )
 
 

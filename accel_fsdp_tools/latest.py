@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .commit import looks_like_checkpoint
 from .errors import CheckpointNotFoundError
+from .manifest import DIRECTORY
 from .survey import choose_newest
 from .verify import verify_checkpoint
 
@@ -82,6 +83,8 @@ def _read_step(path: Path, number: int) -> int:
 
 def _find_fault(path: Path) -> str | None:
     """Return why a checkpoint of others is not whole, None if nothing speaks against it; no tensor is read."""
+    if (path / DIRECTORY).is_dir():
+        return "it is a save that was never completed (it has no manifest)"
     if not looks_like_checkpoint(path):
         return "it is empty, or holds no checkpoint"
     if not any((path / name).exists() for name in _OPTIMIZERS):

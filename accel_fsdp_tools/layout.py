@@ -17,7 +17,8 @@ SHARDED, FULL, LOCAL, RANK_FILES = (
 _RANK_PATTERNS = (
     re.compile(r"(?:^|/)__(\d+)_\d+\.distcp$"),
     re.compile(r"(?:^|/)random_states_(\d+)\.pkl$"),
-    re.compile(r"(?:^|/)(?:rng|progress|objects)_rank_(\d+)\.(?:safetensors|json)$"),
+    re.compile(r"(?:^|/)rng_state_(\d+)\.pth$"),
+    re.compile(r"(?:^|/)(?:rng|progress|objects|digests)_rank_(\d+)\.(?:safetensors|json)$"),
     re.compile(r"_rank(\d+)\.bin$"),
 )
 

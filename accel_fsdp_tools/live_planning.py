@@ -58,6 +58,8 @@ class LivePlan:
         feeds: outputs by the live tensor that goes into them.
         summed: outputs that are cast or converted, so that only the ranks together know their fingerprints.
         checked: live tensors that these are made of.
+        kept: fingerprints of live tensors that nothing casts, by each of their names in the model.
+        num_cast: how many names there are of others.
     """
 
     content: Content
@@ -69,6 +71,8 @@ class LivePlan:
     feeds: Mapping[str, Sequence[Feed]]
     summed: frozenset[str]
     checked: frozenset[str]
+    kept: Mapping[str, Fingerprint]
+    num_cast: int
 
 
 def describe_model(model: torch.nn.Module, folder: Path, tokenizer: Any) -> Description:
@@ -122,6 +126,12 @@ def make_plan(
     converted = {output.name for output in outputs if output.source is None}
     summed = {each.name for each in chosen if each.name in converted or each.dtype != each.source.dtype}
     files = split_into_files(chosen, max_shard_size, stem=content.stem)
+    feeds = list_feeds(files, outputs, owners)
+    kept = {
+        name: known[name]
+        for name, owner in owners.items()
+        if all(feed.job.tensor.dtype == feed.job.source.dtype for feed in feeds.get(owner, ()))
+    }
     return LivePlan(
         content=content,
         files=files,
@@ -129,9 +139,11 @@ def make_plan(
         findings=(*content.findings, *hints, *_judge(described, companions, content)),
         class_name=facts.class_name,
         shards=shards,
-        feeds=list_feeds(files, outputs, owners),
+        feeds=feeds,
         summed=frozenset(summed),
         checked=frozenset(owners[name] for output in outputs if output.name in summed for name in output.needed),
+        kept=kept,
+        num_cast=len(owners) - len(kept),
     )
 
 

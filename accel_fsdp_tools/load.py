@@ -26,6 +26,7 @@ from .model_changes import ModelChanges, ModelPlan, Rename, make_plans
 from .pace import restore_paces
 from .permissions import Permissions
 from .prepared import get_prepared
+from .progress import check_data_resume
 from .progress import track as track_loaders
 from .rank_restore import read_rank_part, restore_objects, restore_rank_part
 from .ranks import gather_all, get_rank, get_world_size, run_on_each, run_on_main, run_together, wait_for_ranks
@@ -57,6 +58,7 @@ def load_state(
     resize: Sequence[str] = (),
     allow_after_step: bool = False,
     allow_objects: Sequence[str] = (),
+    data_resume: str = "skip",
     timeout_s: float | None = None,
 ) -> LoadReport:
     """Load a checkpoint into prepared objects and report what was restored, and how well.
@@ -89,6 +91,10 @@ def load_state(
         allow_after_step: go back to a checkpoint although updates have been made.
         allow_objects: classes ("module.Name") that registered objects' files may contain beside tensors and
             containers. Unpickling them runs their code: name only what you trust.
+        data_resume: how loaders get behind the batches that were handed out. "skip" reads none of them where that is
+            possible (indices, or a stream with a state of its own); other streams are read again from the beginning
+            of their pass. "replay" reads and drops them where that makes more exact: workers then draw again what they
+            drew. "refuse" is "skip", but raises where a stream would have to be read again.
         timeout_s: how long to wait for a rank that does not arrive.
 
     Raises:
@@ -108,6 +114,7 @@ def load_state(
         changes=ModelChanges.make(rename, allow_missing, allow_unexpected, resize),
         allow_after_step=allow_after_step,
         allow_objects=allow_objects,
+        data_resume=data_resume,
         timeout_s=timeout_s,
     )
 
@@ -122,6 +129,7 @@ def load_checkpoint(
     changes: ModelChanges | None = None,
     allow_after_step: bool = False,
     allow_objects: Sequence[str] = (),
+    data_resume: str = "skip",
     timeout_s: float | None = None,
 ) -> LoadReport:
     """Do what `load_state` promises; `findings`, given empty, tell the caller of a load that fails how far it came."""
@@ -129,6 +137,7 @@ def load_checkpoint(
     wait_for_ranks("load_state", timeout_s=timeout_s)
     directory = Path(input_dir).expanduser().absolute()
     run_on_main("recovering", lambda: _recover(directory))
+    check_data_resume(data_resume)
     run_together("checking before the load", lambda: _check_before(accelerator, directory, verify, allow_after_step))
     manifest = run_on_each("reading the manifest", lambda: _read_manifest(directory))
     _check_same_view(directory, manifest)
@@ -140,7 +149,9 @@ def load_checkpoint(
         "scanning for code in pickles",
         lambda: scan_checkpoint(directory, allow_objects=allow_objects, share=(get_rank(), get_world_size())),
     )
-    part = read_rank_part(accelerator, directory, manifest, permissions=permissions, notes=findings)
+    part = read_rank_part(
+        accelerator, directory, manifest, permissions=permissions, data_resume=data_resume, notes=findings
+    )
     findings.has_begun = True
     before = take_statistics(get_prepared(accelerator)) if verify == "stats" else None
     load_objects(accelerator, directory, manifest, kind, plans, findings, verify=verify in _AFTER_LOAD)

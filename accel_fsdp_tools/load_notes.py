@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,9 +26,18 @@ class LoadNotes:
 
 
 def build_report(
-    accelerator: Accelerator, directory: Path, manifest: Manifest | None, findings: LoadNotes
+    accelerator: Accelerator,
+    directory: Path,
+    manifest: Manifest | None,
+    findings: LoadNotes,
+    *,
+    counted: Mapping[str, int] | None = None,
 ) -> LoadReport:
-    """Put the notes of all ranks into one report, the same on every rank. Collective."""
+    """Put the notes of all ranks into one report, the same on every rank. Collective.
+
+    Args:
+        counted: how many objects there are of states that Accelerate does not know of.
+    """
     everyone = gather_all(findings)
     counts = {
         "model": len(accelerator._models),
@@ -35,6 +45,7 @@ def build_report(
         "scheduler": len(accelerator._schedulers),
         "rng": get_world_size(),
         "data": len(accelerator._dataloaders),
+        **(counted or {}),
     }
     labels = {"rng": "rank", "data": "dataloader"}
     states = {}

@@ -25,6 +25,7 @@ _FIRST_WITH_DIGEST = 2  # from this version on a manifest without one is damaged
 DIRECTORY = "accel_fsdp_tools"  # inside a checkpoint: everything that is ours
 MANIFEST_PATH = f"{DIRECTORY}/manifest.json"
 
+WRITER, TRAINER = "writer", "trainer"  # in `extra`: whose files these are, where they are not Accelerate's
 STATES = ("model", "optimizer", "scheduler", "rng", "data")
 
 
@@ -56,6 +57,11 @@ class ModelFacts:
     config: Mapping[str, Any] | None = None
     is_peft: bool = False
     architecture: Mapping[str, Any] | None = None
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The recorded fingerprints by name."""
+        return {tensor.fqn: tensor.fingerprint for tensor in self.tensors if tensor.fingerprint is not None}
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,11 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def is_of_trainer(self) -> bool:
+        """Whether transformers' Trainer wrote the files, in its own layout."""
+        return self.extra.get(WRITER) == TRAINER
 
     @property
     def order(self) -> tuple[int, int]:

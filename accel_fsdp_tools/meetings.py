@@ -20,6 +20,7 @@ TIMEOUT_VARIABLE = "ACCEL_FSDP_TOOLS_TIMEOUT_S"
 _SLICE_S = 30.0  # a longer wait would keep the store from other threads, NCCL's watchdog among them
 _LINGER_S = 2.0
 _ANSWER_S = 5.0  # beyond the timeout, for the store to answer
+BREAK_S = 5.0  # between the first and the last rank that notices that a group is broken
 
 
 def meet(meeting: Meeting, what: str, seconds: float) -> None:
@@ -34,6 +35,40 @@ def meet(meeting: Meeting, what: str, seconds: float) -> None:
         raise _explain_missing(what, verdict, meeting.rank)
     if verdict.calls:
         raise _explain_calls(verdict.calls)
+
+
+def find_missing(meeting: Meeting, what: str, waited_s: float) -> RankMissingError:
+    """Hold `meeting` of the ranks that have seen a process group break, and return what to raise, the same on each.
+
+    Args:
+        what: the stage at which it broke, for the message.
+        waited_s: how long this rank had waited there. Of ranks that all come, the one that had waited least was late.
+    """
+    try:
+        verdict = _ask_store(what, BREAK_S, lambda: meeting.hold(f"{waited_s:.3f}", BREAK_S))
+    except RankMissingError as error:
+        return error
+    missing = verdict.missing or ()
+    late = tuple(verdict.calls[min(verdict.calls, key=float)]) if verdict.calls else ()
+    if meeting.rank in missing:
+        text = f"this rank, {meeting.rank}, came too late: rank {verdict.decided_by} had given up on it."
+    elif missing:
+        text = (
+            f"{_name_ranks(missing)} did not answer. Look at that rank's log: it has died, or hangs, or had still work "
+            "to do when the connection to another was lost."
+        )
+    elif late:
+        text = f"the connection between the ranks broke, and {_name_ranks(late)} had come last. Look at its log."
+    else:
+        text = "the connection between the ranks broke, although all are alive. Look at the network."
+    named = missing or late
+    return RankMissingError(
+        f"{what}: {text} {TIMEOUT_VARIABLE} sets how long to wait.",
+        what=what,
+        rank=named[0] if named else None,
+        missing_ranks=named,
+        failed_ranks=named,
+    )
 
 
 @dataclass(frozen=True)

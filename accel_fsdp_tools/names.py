@@ -39,3 +39,8 @@ def clean_names(names: Iterable[str], *, path: str) -> dict[str, str]:
                 actual=(other, name),
             )
     return cleaned
+
+
+def list_adapter_names(fqn: str, adapters: Iterable[str]) -> list[str]:
+    """Return the names under which PEFT's own files know a tensor of its adapters: without the adapter's name."""
+    return [fqn.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".") for adapter in adapters]

@@ -37,10 +37,17 @@ class RankPart:
     base_rng: RngSnapshot | None
     restores_data: bool
     loaders: tuple[LoaderProgress, ...] = ()
+    data_resume: str = "skip"
 
 
 def read_rank_part(
-    accelerator: Accelerator, directory: Path, manifest: Manifest | None, *, permissions: Permissions, notes: LoadNotes
+    accelerator: Accelerator,
+    directory: Path,
+    manifest: Manifest | None,
+    *,
+    permissions: Permissions,
+    notes: LoadNotes,
+    data_resume: str = "skip",
 ) -> RankPart:
     """Read this rank's generators and loaders, and find out whether they can be restored. Changes nothing. Collective.
 
@@ -64,10 +71,13 @@ def read_rank_part(
     change = _describe_change(accelerator, manifest, permissions)
     if state is not None:
         notes.notes.extend(track_loaders(accelerator).list_notes(state.loaders))
-    part = RankPart(state, base_rng, restores_data=not missing, loaders=() if state is None else tuple(state.loaders))
+    loaders = () if state is None else tuple(state.loaders)
+    part = RankPart(state, base_rng, restores_data=not missing, loaders=loaders, data_resume=data_resume)
     if not missing and _is_to_be_carried(accelerator, state, change, permissions):
         return replace(part, loaders=_carry(accelerator, directory, state, change, permissions, notes))
-    run_together("comparing the dataloaders", lambda: _judge(accelerator, directory, state, permissions, notes))
+    run_together(
+        "comparing the dataloaders", lambda: _judge(accelerator, directory, state, permissions, data_resume, notes)
+    )
     if has_new_ranks:
         missing.extend(range(manifest.topology.world_size, get_world_size()))
     if missing and state is not None:
@@ -102,7 +112,12 @@ def _read(directory: Path, manifest: Manifest | None, permissions: Permissions, 
 
 
 def _judge(
-    accelerator: Accelerator, directory: Path, state: RankState | None, permissions: Permissions, notes: LoadNotes
+    accelerator: Accelerator,
+    directory: Path,
+    state: RankState | None,
+    permissions: Permissions,
+    data_resume: str,
+    notes: LoadNotes,
 ) -> None:
     """Refuse, or note, what differs between the records of this rank and its loaders."""
     if state is None:
@@ -112,7 +127,7 @@ def _judge(
     if permissions.strict:
         # Here none is permitted: those that are would have been carried over, all of them or none.
         contract.raise_on_differences(directory, found, Permissions(strict=True))
-        problems = tracker.list_problems(state.loaders)
+        problems = tracker.list_problems(state.loaders, data_resume=data_resume)
         if problems:
             raise DataProgressError(
                 f"{directory}: the data progress cannot be restored: {'; '.join(problems)}. Nothing was loaded. Pass "
@@ -220,7 +235,8 @@ def _restore(
 ) -> tuple[LoaderOutcome, ...]:
     outcomes: tuple[LoaderOutcome, ...] = ()
     if part.restores_data and part.loaders:
-        outcomes = tuple(track_loaders(accelerator).restore(part.loaders, strict=strict))
+        tracker = track_loaders(accelerator)
+        outcomes = tuple(tracker.restore(part.loaders, strict=strict, data_resume=part.data_resume))
         for outcome in outcomes:
             if outcome.status == "absent":
                 notes.absent["data"] = f"dataloader {outcome.index}: {outcome.reason}"

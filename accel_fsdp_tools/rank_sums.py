@@ -22,7 +22,7 @@ import numpy as np
 
 from .errors import RankMismatchError, UnsupportedError
 from .fingerprint import Fingerprint
-from .ranks import get_control_group, get_rank, get_world_size
+from .ranks import get_control_group, get_rank, get_world_size, naming_missing
 from .shards import OUTSIDE, WHOLE, Layout
 from .statistics import TensorStatistics
 from .weighted_sums import MASK, get_multipliers
@@ -123,8 +123,8 @@ def add_up(keys: Sequence[Key], entries: Mapping[Key, Entry], indices: Sequence[
             sums[row, 3:] = words * np.uint64(factor)
             numbers, columns = np.concatenate(([1], facts)), [_HELD_CUT, _NUM_BYTES, _KIND]
         extremes[row, 0, columns], extremes[row, 1, columns] = numbers, ~numbers
-    _reduce(sums.view(np.int64), "SUM")
-    _reduce(extremes, "MAX")
+    reduce_array(sums.view(np.int64), "SUM")
+    reduce_array(extremes, "MAX")
     return [_read_row(added, both[0], ~both[1]) for added, both in zip(sums, extremes, strict=True)]
 
 
@@ -151,8 +151,8 @@ def add_up_statistics(
             extremes[row, 1] = 1
             if places[entry.layout][0]:
                 sums[row] = numbers
-    _reduce(sums, "SUM", is_exact=False)
-    _reduce(extremes, "MAX")
+    reduce_array(sums, "SUM", is_exact=False)
+    reduce_array(extremes, "MAX")
     results: list[TensorStatistics | None] = []
     for added, largest in zip(sums, extremes, strict=True):
         if max(largest[:2]) < 1:
@@ -200,14 +200,20 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def _reduce(array: Any, operation: str, *, is_exact: bool = True) -> None:
-    """Reduce an array over all ranks, in place: the same result on every rank. Collective."""
+def reduce_array(array: Any, operation: str, *, is_exact: bool = True) -> None:
+    """Reduce an array over all ranks, in place: the same result on every rank. Collective.
+
+    Args:
+        operation: "SUM", "MAX" or "MIN".
+        is_exact: the order of operations makes no difference.
+    """
     if get_world_size() == 1 or not array.size:
         return
     import torch
     import torch.distributed as dist
 
     tensor = torch.from_numpy(array)
-    dist.all_reduce(tensor, getattr(dist.ReduceOp, operation), group=get_control_group())
-    if not is_exact:  # the order of additions is the back end's affair, a verdict must be every rank's
-        dist.broadcast(tensor, 0, group=get_control_group())
+    with naming_missing("adding up fingerprints"):
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation), group=get_control_group())
+        if not is_exact:  # the order of additions is the back end's affair, a verdict must be every rank's
+            dist.broadcast(tensor, 0, group=get_control_group())

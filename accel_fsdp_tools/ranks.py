@@ -2,14 +2,17 @@
 
 The ranks first meet in the store of the process group, where whoever is missing can be named. Control messages then
 travel over a gloo group of their own, so that they need no GPU memory and never collide with the collectives of the
-training. A thread that works in the background has a group of its own again (`use_channel`). Every function here is
-collective unless it says otherwise, and works in a single process without `torch.distributed` too.
+training. Where that breaks, since a rank has died or does not answer in time, the others meet in the store again and
+name it; the next message makes a new group. A thread that works in the background has a group of its own again
+(`use_channel`). Every function here is collective unless it says otherwise, and works in a single process without
+`torch.distributed` too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -17,8 +20,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
-from .errors import AccelFsdpError, RankFailedError, UsageError
-from .meetings import TIMEOUT_VARIABLE, Meeting, meet
+from .errors import AccelFsdpError, RankFailedError, RankMissingError, UsageError
+from .meetings import TIMEOUT_VARIABLE, Meeting, find_missing, meet
 
 T = TypeVar("T")
 
@@ -93,6 +96,7 @@ class Channel:
         # again, where keys of the old one lie.
         self._generation = 0
         self._uncleared: list[int] = []
+        self._num_breaks = 0  # groups of this channel that have broken: once each, on every rank
 
     def get_group(self) -> Any:
         """Return the gloo group. The first call makes it, and is collective, on the threads that train.
@@ -109,7 +113,11 @@ class Channel:
         return self._group[1]
 
     def close(self) -> None:
-        """Give the group up. Not collective; nothing may be under way on it."""
+        """Give the group and the connection up. Not collective; nothing may be under way on them."""
+        self._close_group()
+        self._store = None
+
+    def _close_group(self) -> None:
         import torch.distributed as dist
 
         if (
@@ -118,7 +126,7 @@ class Channel:
             and self._group[0] is dist.distributed_c10d._get_default_group()
         ):
             dist.destroy_process_group(self._group[1])
-        self._group = self._store = None
+        self._group = None
 
     def call_meeting(self) -> Meeting:
         """Return the next meeting of the series."""
@@ -130,6 +138,19 @@ class Channel:
             get_world_size(),
             series=self.series,
             uncleared=self._uncleared,
+        )
+
+    def explain_break(self, what: str, waited_s: float) -> RankMissingError:
+        """Give up the group, which has broken, and find out with the other ranks whose fault it is.
+
+        Every rank comes here once per group: giving it up lets those that still wait on it fail too.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._close_group()  # the connection stays: if the keeper of the store is dead, a new one is tried for long
+        self._num_breaks += 1
+        series = f"{self.series}/break"
+        return find_missing(
+            Meeting(self._get_store(), self._num_breaks, get_rank(), get_world_size(), series=series), what, waited_s
         )
 
     def _get_store(self) -> Any:
@@ -185,15 +206,36 @@ def wait_for_ranks(what: str, *, timeout_s: float | None = None) -> None:
     meet(_channel.get().call_meeting(), what, get_timeout_s() if timeout_s is None else timeout_s)
 
 
-def gather_all(value: T) -> list[T]:
-    """Return every rank's `value`, in rank order, on every rank. Values must be picklable and small."""
+@contextlib.contextmanager
+def naming_missing(what: str) -> Iterator[None]:
+    """For a collective over the control group: whoever has died, or does not answer in time, is named to the others.
+
+    Raises:
+        RankMissingError: somebody has not. Those that are still at work when another dies may be named with it.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except AccelFsdpError:  # the group was to be made, and could not
+        raise
+    except RuntimeError as error:  # gloo's, of whatever class: time is up, or a connection was closed
+        raise _channel.get().explain_break(what, time.monotonic() - started) from error
+
+
+def gather_all(value: T, what: str = "exchanging messages") -> list[T]:
+    """Return every rank's `value`, in rank order, on every rank. Values must be picklable and small.
+
+    Raises:
+        RankMissingError: a rank has died, or did not come within `get_timeout_s()`.
+    """
     world_size = get_world_size()
     if world_size == 1:
         return [value]
     import torch.distributed as dist
 
     values: list[Any] = [None] * world_size
-    dist.all_gather_object(values, value, group=get_control_group())
+    with naming_missing(what):
+        dist.all_gather_object(values, value, group=get_control_group())
     return values
 
 
@@ -202,8 +244,10 @@ def run_together(what: str, part: Callable[[], T]) -> list[T]:
 
     `part` itself must not enter a collective that a failing rank could leave others waiting in. An error of this
     package keeps its class and gains the fact `rank`; any other becomes a `RankFailedError` whose `__cause__` is
-    the original on the rank where it happened. Errors that derive from BaseException only are handled as well
-    (torch's CheckpointException is one), except KeyboardInterrupt and SystemExit, which are raised at once.
+    the original on the rank where it happened. A rank that dies, or does not come within `get_timeout_s()`, is named
+    by a `RankMissingError` on the others, and on itself should it come later. Errors that derive from BaseException
+    only are handled as well (torch's CheckpointException is one), except KeyboardInterrupt and SystemExit, which are
+    raised at once.
     """
     rank = get_rank()
     original: BaseException | None = None
@@ -215,7 +259,7 @@ def run_together(what: str, part: Callable[[], T]) -> list[T]:
     except BaseException as error:
         original = error
         outcome = _describe_failure(rank, error)
-    outcomes = gather_all(outcome)
+    outcomes = gather_all(outcome, what)
     raise_first_failure(what, outcomes, original)
     return [other.value for other in outcomes]  # type: ignore[misc]
 
@@ -240,20 +284,25 @@ def run_on_main(what: str, part: Callable[[], T]) -> T:
         except BaseException as error:
             original = error
             outcome = _describe_failure(0, error)
-    outcome = broadcast(outcome)
+    outcome = broadcast(outcome, what)
     assert outcome is not None  # noqa: S101
     raise_first_failure(what, [outcome], original)
     return outcome.value  # type: ignore[return-value]
 
 
-def broadcast(value: T) -> T:
-    """Return rank 0's `value` on every rank. Values must be picklable and small."""
+def broadcast(value: T, what: str = "hearing from rank 0") -> T:
+    """Return rank 0's `value` on every rank. Values must be picklable and small.
+
+    Raises:
+        RankMissingError: a rank has died, or did not come within `get_timeout_s()`.
+    """
     if get_world_size() == 1:
         return value
     import torch.distributed as dist
 
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=get_control_group())
+    with naming_missing(what):
+        dist.broadcast_object_list(box, src=0, group=get_control_group())
     return box[0]
 
 
@@ -262,8 +311,20 @@ def _describe_failure(rank: int, error: BaseException) -> Outcome[Any]:
         known = error.rank is not None
         return Outcome(rank=rank, error=error if known else error.with_facts(rank=rank))
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    rank, error = _unwrap(rank, error)
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     return Outcome(rank=rank, cause_type=name, cause_message=str(error), cause_traceback=text)
+
+
+def _unwrap(rank: int, error: BaseException) -> tuple[int, BaseException]:
+    """Return whose error it is and the error itself: DCP raises one of its own on every rank, which holds them."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        first = min(failures)
+        inner = failures[first][0] if isinstance(failures[first], tuple) else failures[first]
+        if isinstance(first, int) and isinstance(inner, BaseException):
+            return first, inner
+    return rank, error
 
 
 def raise_first_failure(what: str, outcomes: list[Outcome[T]], original: BaseException | None = None) -> None:
@@ -271,10 +332,10 @@ def raise_first_failure(what: str, outcomes: list[Outcome[T]], original: BaseExc
     failed = [outcome for outcome in outcomes if outcome.failed]
     if not failed:
         return
-    first = failed[0]
+    first = min(failed, key=lambda outcome: outcome.rank)
     if first.error is not None:
         raise first.error from (original if original is not first.error else None)
-    ranks = tuple(outcome.rank for outcome in failed)
+    ranks = tuple(sorted({outcome.rank for outcome in failed}))
     others = f" (ranks {', '.join(map(str, ranks))} failed; this is the first)" if len(ranks) > 1 else ""
     raise RankFailedError(
         f"{what}: rank {first.rank} failed with {first.cause_type}: {first.cause_message}{others}",

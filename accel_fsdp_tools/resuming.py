@@ -23,7 +23,7 @@ from .quarantine import list_set_aside, set_aside
 from .ranks import get_rank, run_on_main, wait_for_ranks
 from .records import CHECKSUMS, count_resume, forget, record_verified, take_back_resume
 from .report import LoadReport
-from .survey import Candidate, Skipped, find_fault, is_own_name, list_candidates
+from .survey import Candidate, Skipped, find_fault, list_candidates
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -54,6 +54,7 @@ class _Offer:
     path: Path
     checkpoint_id: str
     step: int
+    is_own: bool
 
 
 @dataclass
@@ -66,8 +67,7 @@ class _Attempts:
     last_error: AccelFsdpError | None = None
 
     def skip(self, offer: _Offer, reason: str) -> None:
-        name = offer.path.name
-        self.skipped.append(Skipped(name, reason, is_own_name(name), checkpoint_id=offer.checkpoint_id))
+        self.skipped.append(Skipped(offer.path.name, reason, offer.is_own, checkpoint_id=offer.checkpoint_id))
 
 
 def load_newest(
@@ -141,7 +141,7 @@ def _agree_on_choice(
 def _choose(root: Path, max_resumes: int | None, candidates: list[Candidate]) -> tuple[list[_Offer], list[Skipped]]:
     found, skipped = list_candidates(root, max_resumes=max_resumes)
     candidates[:] = found
-    return [_Offer(each.path, each.checkpoint_id, max(each.manifest.step, 0)) for each in found], skipped
+    return [_Offer(each.path, each.checkpoint_id, max(each.manifest.step, 0), each.is_own) for each in found], skipped
 
 
 def _try(offer: _Offer, candidate: Candidate | None, load: Load, tries: _Attempts, root: Path) -> LoadReport | None:

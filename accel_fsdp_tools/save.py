@@ -18,9 +18,10 @@ from . import background
 from .assets import write_assets
 from .background import PendingSave
 from .commit import Staging, commit_staging, discard_staging, open_staging
-from .delegate import Write, copy_with_accelerate, iterate_live, save_with_accelerate, write_all
+from .completing import complete_checkpoint
+from .delegate import Write, copy_with_accelerate, iterate_live, make_directories, save_with_accelerate, write_all
 from .host_copies import HostCopies
-from .inventory import Draft, build_manifest, complete_manifest, draft_inventory, sum_up
+from .inventory import Draft, build_manifest, draft_inventory
 from .manifest import DIRECTORY, Lineage, Manifest, write_manifest
 from .phases import reach
 from .rank_objects import EncodedObject, encode_object, find_different, write_rank_objects
@@ -28,7 +29,6 @@ from .rank_state import write_rank_state
 from .ranks import broadcast, get_rank, get_world_size, run_on_each, run_on_main, run_together, wait_for_ranks
 from .rng import RngSnapshot
 from .save_checks import check_before, check_same_target, check_shared
-from .sealing import begin_sealing, finish_sealing
 from .steps import follow_steps
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _begin(accelerator: Accelerator, output_dir: Path, order: SaveOrder, *, copi
     staging = run_on_main("opening the checkpoint", lambda: open_staging(final, run_id))
     lineage = broadcast(Lineage(uuid.uuid4().hex, run_id, order.attempt, order.parent_id))
     with _discarded_on_failure(staging), contextlib.ExitStack() as stack:
-        run_together("looking for the shared storage", lambda: check_shared(staging))
+        run_together("looking for the shared storage", lambda: _look_and_prepare(accelerator, staging))
         if copies is not None:
             stack.enter_context(copies.taking(iterate_live(accelerator)))
         rng = RngSnapshot.capture()
@@ -269,6 +269,12 @@ def _begin(accelerator: Accelerator, output_dir: Path, order: SaveOrder, *, copi
     return _Begun(staging, manifest, draft, [name for names in written for name in names], writes, channel)
 
 
+def _look_and_prepare(accelerator: Accelerator, staging: Staging) -> None:
+    check_shared(staging)
+    if get_rank() == 0:
+        make_directories(accelerator, staging.partial)
+
+
 def _check_before(accelerator: Accelerator, final: Path, order: SaveOrder) -> list[LoaderProgress]:
     return check_before(accelerator, final, order.step, order.overwrite, order.strict, order.tokenizer)
 
@@ -281,11 +287,8 @@ def _complete(begun: _Begun, pending: PendingSave | None = None) -> None:
         if writes is not None:
             run_together("beginning to write", lambda: _begin_to_write(require_wanted))
             run_together("writing the checkpoint", lambda: _write(writes))
-        with begin_sealing(staging.partial) as sealing:
-            inventory = sum_up(begun.draft)
-            files = finish_sealing(staging.partial, begun.written, sealing)
+        manifest = complete_checkpoint(staging.partial, begun.manifest, begun.draft, begun.written)
         run_together("judging whether to commit", require_wanted)
-        manifest = complete_manifest(begun.manifest, inventory, files)
         run_on_main("committing", lambda: _commit(staging, manifest))
     if pending is not None:
         pending.is_committed = True

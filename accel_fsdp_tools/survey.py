@@ -6,6 +6,7 @@ Nothing is changed and nothing is loaded. Not collective.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -22,6 +23,7 @@ from .records import CHECKSUMS, SIZES, Record, read_record
 from .retention import CheckpointFacts
 
 _PREFIX, _MIN_DIGITS = "step_", 8
+_TRAINER_NAME = re.compile(r"checkpoint-[0-9]+")
 _TRUSTED = {"checksums": (CHECKSUMS,), "sizes": (CHECKSUMS, SIZES), "all": (CHECKSUMS, SIZES, None)}
 
 
@@ -90,12 +92,16 @@ class Candidate:
     def checkpoint_id(self) -> str:
         return self.manifest.lineage.checkpoint_id
 
+    @property
+    def is_own(self) -> bool:
+        return is_own(self.name, self.manifest)
+
 
 @dataclass(frozen=True)
 class Skipped:
     """Something in a root that a resume passed over.
 
-    `is_own` says that a `Checkpointer` wrote it; only those are ever set aside. `moved_to` is where it lies if it was.
+    `is_own` says that this package gave it its name; only those are ever set aside. `moved_to` is where it then lies.
     """
 
     name: str
@@ -114,15 +120,23 @@ def get_name(step: int) -> str:
     return f"{_PREFIX}{step:0{_MIN_DIGITS}d}"
 
 
-def is_own_name(name: str) -> bool:
-    """Whether a `Checkpointer` gave this name: what a user saved or renamed here is never pruned or moved."""
+def is_own(name: str, manifest: Manifest | None) -> bool:
+    """Whether this package gave a checkpoint its name: what a user saved or renamed is never pruned or moved.
+
+    Names are those of a `Checkpointer`, and the Trainer's where the callback for it wrote the manifest.
+
+    Args:
+        manifest: None if it cannot be read: then the name decides.
+    """
     digits = name.removeprefix(_PREFIX)
-    return name.startswith(_PREFIX) and len(digits) >= _MIN_DIGITS and digits.isdecimal() and digits.isascii()
+    if name.startswith(_PREFIX) and len(digits) >= _MIN_DIGITS and digits.isdecimal() and digits.isascii():
+        return True
+    return bool(_TRAINER_NAME.fullmatch(name)) and (manifest is None or manifest.is_of_trainer)
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a directory without a readable manifest was a checkpoint of a `Checkpointer`: its name and contents."""
-    return is_own_name(path.name) and (path / DIRECTORY).is_dir()
+    """Whether a directory without a readable manifest was written by this package: its name and contents."""
+    return is_own(path.name, None) and (path / DIRECTORY).is_dir()
 
 
 def list_candidates(root: Path, *, max_resumes: int | None = None) -> tuple[list[Candidate], list[Skipped]]:
@@ -149,7 +163,8 @@ def list_candidates(root: Path, *, max_resumes: int | None = None) -> tuple[list
         record = read_record(root, found.manifest.lineage.checkpoint_id)
         if max_resumes is not None and record.num_resumes >= max_resumes:
             reason = f"{record.num_resumes} run(s) began with it and ended before they saved again"
-            skipped.append(Skipped(name, reason, is_own_name(name), checkpoint_id=found.manifest.lineage.checkpoint_id))
+            own = is_own(name, found.manifest)
+            skipped.append(Skipped(name, reason, own, checkpoint_id=found.manifest.lineage.checkpoint_id))
             continue
         candidates.append(Candidate(found.path, found.manifest, record))
     return sorted(candidates, key=lambda each: (each.manifest.order, each.name), reverse=True), skipped
@@ -177,12 +192,12 @@ def choose_newest(root: Path, *, max_resumes: int | None = None) -> tuple[Candid
         fault = find_fault(candidate)
         if fault is None:
             return candidate, skipped
-        skipped.append(Skipped(candidate.name, fault, is_own_name(candidate.name)))
+        skipped.append(Skipped(candidate.name, fault, candidate.is_own))
     return None, skipped
 
 
 def list_facts(root: Path, *, trust: str = "checksums", verified_ids: Collection[str] = ()) -> list[CheckpointFacts]:
-    """Return what a retention policy may know about the checkpoints that a `Checkpointer` has committed to `root`.
+    """Return what a retention policy may know about the checkpoints of `root` that this package named and committed.
 
     Args:
         trust: which count as verified: read back against their "checksums", at least against "sizes", or "all".
@@ -190,7 +205,7 @@ def list_facts(root: Path, *, trust: str = "checksums", verified_ids: Collection
     """
     facts = []
     for found in find_checkpoints(root):
-        if found.manifest is None or not is_own_name(found.path.name):
+        if found.manifest is None or not is_own(found.path.name, found.manifest):
             continue
         manifest = found.manifest
         record = read_record(root, manifest.lineage.checkpoint_id)

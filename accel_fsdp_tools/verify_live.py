@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from .compare_recorded import (
     find_odd_values,
     has_statistics,
     list_all_statistics,
+    list_plain,
     measure_prepared,
 )
 from .disk_checks import check_disk
@@ -31,6 +33,8 @@ from .errors import DamagedCheckpointError, MismatchError, UsageError
 from .findings import PLAIN_VERDICTS, Finding, VerifyReport
 from .manifest import Manifest, has_manifest, read_manifest
 from .prepared import NameFilter, Prepared, get_prepared, make_filter
+from .proven import HoldingRecord, Key
+from .ranks import run_together
 from .statistics import TensorStatistics
 
 if TYPE_CHECKING:
@@ -54,8 +58,9 @@ def verify_model(
     """Compare models and optimizers in memory with the checkpoint at `path`, on every rank.
 
     Collective: every rank reads only what it holds, and all get the same report. Nothing is gathered; peak memory is
-    two blocks of 8 MiB (some ten with a tolerance), time in mode "full" that of reading the checkpoint twice, once to
-    compare and once for its checksums, both spread over the ranks.
+    two blocks of 1 MiB and what fingerprints take (some ten blocks more with a tolerance). What a rank holds exactly as
+    at the save is told by a hash; only the rest is summed up. Time in mode "full": that of reading the checkpoint once
+    to compare, and what is not in sharded data files once more for checksums, both spread over the ranks.
 
     Args:
         accelerator_or_model: an accelerator stands for everything it has prepared; a model (plain, compiled, wrapped
@@ -121,41 +126,56 @@ def compare_with_checkpoint(
     rows: Mapping[str, Mapping[str, object]] = {}
     findings: list[Finding] = []
     hints: list[Finding] = []
-    measurements = _measure(prepared, is_chosen, used, has_fingerprints)
+    record = None
+    if manifest is not None and has_fingerprints and used in ("fingerprint", "full"):
+        record = HoldingRecord(directory, manifest, is_chosen)
+    disk: list[Finding] = []
+    named: set[str] = set()
+    odd: set[str] = set()
+    omitted = 0
+    if used in ("full", "sample"):  # first, since it tells the record what memory holds
+        disk, omitted, named = compare_with_disk(
+            prepared,
+            directory,
+            is_chosen,
+            counts,
+            is_sample=used == "sample",
+            tolerance=tolerance,
+            odd=odd if used == "full" else None,
+            plain=list_plain(manifest) if manifest is not None and record is not None else (),
+            record=record,
+        )
+    elif record is not None:
+        run_together("comparing with what each rank held", partial(record.compare_all, prepared))
+    proven = record.agree() if record is not None else frozenset()
+    measurements = _measure(prepared, is_chosen, used, has_fingerprints, proven)
     if manifest is not None:
         hints += compare_requires_grad(prepared, manifest, is_chosen)
-        if has_fingerprints and used in ("fingerprint", "full"):
-            findings += compare_fingerprints(measurements, manifest, counts)
+        if record is not None:
+            differences, num_compared = compare_fingerprints(measurements, manifest)
+            findings += differences
+            counts["tensors"] = max(counts["tensors"], num_compared)
     if used == "stats":
         counts["statistics"] = 0
         differences, rows = compare_statistics(measurements, manifest, counts, before)
         findings += differences
     if used == "stats":
         hints += find_odd_values(measurements)
-    odd: set[str] = set()
     suspects = {finding.fqn for finding in findings if finding.fqn is not None}
-    omitted = 0
-    if used in ("full", "sample") or (mode == "auto" and suspects):
-        chosen = suspects.__contains__ if used == "fingerprint" else is_chosen
+    if mode == "auto" and used == "fingerprint" and suspects:
         disk, omitted, named = compare_with_disk(
-            prepared,
-            directory,
-            chosen,
-            counts,
-            is_sample=used == "sample",
-            tolerance=tolerance,
-            odd=odd if used == "full" else None,
+            prepared, directory, suspects.__contains__, counts, tolerance=tolerance
         )
-        # A full comparison says where, or that the load has cast. The bare fingerprint stays for what equals the disk:
-        # then the file itself is not what was saved.
-        findings = [finding for finding in findings if finding.fqn not in named] + disk
+    # A full comparison says where, or that the load has cast. The bare fingerprint stays for what equals the disk: then
+    # the file itself is not what was saved.
+    findings = [finding for finding in findings if finding.fqn not in named] + disk
     if odd:
         hints += find_odd_values(measure_prepared(prepared, _choose_labels(odd), statistics=True))
     damage = []
     if used == "full" and (checks_sums or manifest is None):
         # What equals memory, which has the fingerprints of the save, is what was saved: no need to read it again.
-        proven = has_fingerprints and tolerance.is_exact and is_whole
-        damage = check_disk(directory, manifest, counts, skips_tensors=proven and bool(prepared.optimizers))
+        skips_tensors = has_fingerprints and tolerance.is_exact and is_whole and bool(prepared.optimizers)
+        damage = check_disk(directory, manifest, counts, skips_tensors=skips_tensors)
     return VerifyReport(
         path=str(directory),
         mode=used,
@@ -167,12 +187,16 @@ def compare_with_checkpoint(
     )
 
 
-def _measure(prepared: Prepared, is_chosen: NameFilter, used: str, has_fingerprints: bool) -> tuple[Measurement, ...]:
+def _measure(
+    prepared: Prepared, is_chosen: NameFilter, used: str, has_fingerprints: bool, proven: frozenset[Key]
+) -> tuple[Measurement, ...]:
     wants_fingerprints = has_fingerprints and used in ("fingerprint", "full")
     wants_statistics = used == "stats"
     if not wants_fingerprints and not wants_statistics:
         return ()
-    return measure_prepared(prepared, is_chosen, fingerprints=wants_fingerprints, statistics=wants_statistics)
+    return measure_prepared(
+        prepared, is_chosen, fingerprints=wants_fingerprints, statistics=wants_statistics, proven=proven
+    )
 
 
 def _choose_labels(labels: set[str]) -> NameFilter:

@@ -1,22 +1,28 @@
 """How fast an export is, beside `cp` of the same bytes, `accelerate merge-weights` and torch's consolidation.
 
     python benchmarks/export.py
-    python benchmarks/export.py --params 0.25 --world-size 4 --rounds 5 --cold
-    python benchmarks/export.py --params 4 --only cp,export --json
+    python benchmarks/export.py --model moe --params 0.5 --rounds 3 --cold
+    python benchmarks/export.py --params 4 --only "export, fingerprints" --rounds 1 --json
 
-A random checkpoint with the names and shapes of a Llama is written by the real `torch.distributed.checkpoint`, one
-process per rank (and a second time as the rank files that torch's consolidation takes, unless `--only` leaves it
-out). Then all ways run in turns, in one run, each in a process of its own, start included; its output is deleted
-afterwards and is not counted. Only medians and ratios of one run mean something. `--cold` drops the checkpoint from
-the page cache before each (needs nothing but Linux). Needs disk space for twice the checkpoint (three times with
-torch's consolidation). Peak memory is that of the process, everything imported.
+A random checkpoint with the names and shapes of a Llama (`--model tied`: with tied embeddings; `moe`: a Mixtral, whose
+experts are fused in memory and taken apart by an export) is written by the real `torch.distributed.checkpoint`, one
+process per rank, and a second time as the rank files that torch's consolidation takes, unless `--only` leaves it out.
+"ours" has a manifest with fingerprints and what is known of the architecture, "foreign" are the same files without.
+
+Then all ways run in turns, in one run, each in a process of its own, start included; its output is deleted afterwards
+and is not counted. Nobody syncs: `os.fsync` does nothing in the processes that export. Only medians and ratios of one
+run mean something. `--cold` drops the checkpoint from the page cache before each (needs nothing but Linux). Needs disk
+space for twice the checkpoint (three times with torch's consolidation). Peak memory is that of the process, everything
+imported; of exports without that of the process that they ask about a config.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -25,55 +31,87 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_fsdp_tools.extents import DiskTensor
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # a clone is measured without being installed
 
 CP, MERGE, CONSOLIDATE = "cp", "accelerate merge-weights", "torch consolidation"
+OURS, FOREIGN = "ours", "foreign"
 EXPORTS: dict[str, list[str]] = {
-    "export, crcs": [],
-    "export, crcs, read again": ["--prove"],
-    "export, crcs, fingerprints": ["--fingerprints"],
-    "export, crcs, fingerprints read again": ["--fingerprints", "--prove"],
-    "export, bf16": ["--dtype", "bfloat16"],
-    "export, bf16, read again": ["--dtype", "bfloat16", "--prove"],
+    "export, crcs": ["source=foreign", "verify=off"],
+    "export, crcs, read again": ["source=foreign"],
+    "export, crcs, read again, config": ["source=foreign", "model=config"],
+    "export, fingerprints": ["source=ours", "verify=off"],
+    "export, fingerprints, read again": ["source=ours"],
+    "export, bf16, crcs": ["source=foreign", "dtype=bf16", "verify=off"],
+    "export, bf16, crcs, read again": ["source=foreign", "dtype=bf16"],
+    "export, bf16, fingerprints, read again": ["source=ours", "dtype=bf16"],
 }
-AIMS = {"export, crcs": 0.9, "export, crcs, fingerprints": 1.1, "export, bf16": 1.3}
+AIMS = {
+    "export, crcs": 0.9,
+    "export, crcs, read again": 0.9,
+    "export, fingerprints": 1.1,
+    "export, fingerprints, read again": 1.1,
+    "export, bf16, crcs": 1.3,
+    "export, bf16, crcs, read again": 1.3,
+    "export, bf16, fingerprints, read again": 1.3,
+}
+TIED = ("model.embed_tokens.weight", "lm_head.weight")
 MAX_PEAK_MB = 100
 MODEL_DIRECTORY = "pytorch_model_fsdp_0"  # Accelerate's
 
 
-def list_shapes(num_params: float) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of a Llama of about so many parameters."""
+def build_config(kind: str, num_params: float) -> Any:
+    """Return the transformers config of a model of about so many parameters."""
+    from transformers import LlamaConfig, MixtralConfig
+
     hidden = max(256, round((num_params / 16 / 14) ** 0.5 / 128) * 128)
     inner, vocabulary = hidden * 11 // 4 // 128 * 128, 32000
-    layer = {
-        **{f"self_attn.{name}_proj.weight": (hidden, hidden) for name in ("q", "o")},
-        **{f"self_attn.{name}_proj.weight": (hidden // 4, hidden) for name in ("k", "v")},
-        **{f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")},
-        "mlp.down_proj.weight": (hidden, inner),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
+    num_experts = 8 if kind == "moe" else 1
+    per_layer = hidden * hidden * 5 // 2 + num_experts * 3 * hidden * inner
+    num_embeddings = 1 if kind == "tied" else 2
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": max(1, round((num_params - num_embeddings * vocabulary * hidden) / per_layer)),
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64 // 4 or 1,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": kind == "tied",
+        "dtype": "float32",
     }
-    per_layer = sum(shape[0] * (shape[1] if shape[1:] else 1) for shape in layer.values())
-    num_layers = max(1, round((num_params - 2 * vocabulary * hidden) / per_layer))
-    return {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        **{f"model.layers.{index}.{name}": shape for index in range(num_layers) for name, shape in layer.items()},
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocabulary, hidden),
-    }
+    return MixtralConfig(**shape, num_local_experts=num_experts) if kind == "moe" else LlamaConfig(**shape)
+
+
+def describe(folder: Path, options: argparse.Namespace) -> None:
+    """Write the model's config, and names and shapes as it has them in memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = build_config(options.model, options.params * 1e9)
+    config.architectures = ["MixtralForCausalLM" if options.model == "moe" else "LlamaForCausalLM"]
+    config.save_pretrained(folder / "config")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    (folder / "shapes.json").write_text(json.dumps(shapes))
 
 
 def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
-    """Write the checkpoint, each rank's part by a process of its own, as in a real save."""
-    command = [sys.executable, __file__, str(folder), "--params", str(options.params)]
-    command += ["--world-size", str(options.world_size), *(["--consolidated"] if options.consolidated else [])]
-    ranks = [subprocess.Popen([*command, "--write", str(rank)]) for rank in range(options.world_size)]
+    """Write the checkpoint, each rank's part by a process of its own, as in a real save; then it without a manifest."""
+    own = [sys.executable, __file__, str(folder), "--params", str(options.params), "--model", options.model]
+    subprocess.run([*own, "--step", "describe"], check=True)
+    command = [*own, "--world-size", str(options.world_size), *(["--shards"] if options.shards else [])]
+    ranks = [subprocess.Popen([*command, "--step", "write", "--rank", str(r)]) for r in range(options.world_size)]
     codes = [process.wait() for process in ranks]
     if any(codes):
         raise SystemExit("writing the checkpoint failed")
+    subprocess.run([*own, "--step", "record"], check=True)
+    shutil.copytree(folder / OURS / MODEL_DIRECTORY, folder / FOREIGN / MODEL_DIRECTORY, copy_function=os.link)
 
 
 def write_rank(folder: Path, options: argparse.Namespace) -> None:
@@ -84,77 +122,101 @@ def write_rank(folder: Path, options: argparse.Namespace) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    rank, world_size = options.write, options.world_size
+    rank, world_size = options.rank, options.world_size
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
-    noise = torch.randn(1 << 22, generator=torch.Generator().manual_seed(rank)) * 0.02
+    shapes = {name: (shape[0] // world_size, *shape[1:]) for name, shape in read_shapes(folder).items()}
+    # All tensors are parts of the same noise, each from another place on: memory is that of the largest.
+    noise = torch.randn(
+        max(map(math.prod, shapes.values())) + len(shapes), generator=torch.Generator().manual_seed(rank)
+    )
+    noise *= 0.02
     tensors: dict[str, Any] = {}
-    for name, shape in list_shapes(options.params * 1e9).items():
-        local = torch.empty(shape[0] // world_size, *shape[1:])  # every dimension is a multiple of 64
-        flat = local.view(-1)
-        for start in range(0, flat.numel(), noise.numel()):
-            part = flat[start : start + noise.numel()]
-            part.copy_(noise[: part.numel()])
+    for place, (name, shape) in enumerate(shapes.items()):
+        start = 0 if options.model == "tied" and name in TIED else place
+        local = noise[start : start + math.prod(shape)].view(shape)
         tensors[name] = DTensor.from_local(local, mesh, [Shard(0)])
-    dcp.save({"model": tensors}, checkpoint_id=str(folder / MODEL_DIRECTORY))
-    if options.consolidated:
+    dcp.save({"model": tensors}, checkpoint_id=str(folder / OURS / MODEL_DIRECTORY))
+    if options.shards:
         writer = dcp.HuggingFaceStorageWriter(str(folder / "shards"), save_distributed=True)
         dcp.save(tensors, storage_writer=writer)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_export(options: argparse.Namespace) -> None:
-    """Be the process that exports, and print its seconds by stage."""
-    from accel_fsdp_tools.export.copying import copy_tensors
-    from accel_fsdp_tools.export.outputs import OutputTensor, split_into_files
-    from accel_fsdp_tools.export.proof import list_expected, prove_output
-    from accel_fsdp_tools.fingerprint import Fingerprint
-    from accel_fsdp_tools.opening import open_checkpoint
-
-    begin = time.perf_counter()
-    out = Path(options.run)
-    tensors = open_checkpoint(options.folder / MODEL_DIRECTORY).model.tensors
-    outputs = [OutputTensor(name, each, options.dtype or each.dtype) for name, each in tensors.items()]
-    files = split_into_files(outputs)
-    recorded = {}
-    if options.fingerprints:
-        lines = (options.folder / "fingerprints.json").read_text()
-        recorded = {name: Fingerprint.parse(text) for name, text in json.loads(lines).items()}
-    out.mkdir()
-    opened = time.perf_counter()
-    # A tensor that keeps its dtype has one fingerprint before and after: read again, it is compared there.
-    in_flight = {} if options.prove and options.dtype is None else recorded
-    result = copy_tensors(files, out, num_threads=options.threads, fingerprints=in_flight, sync=False)
-    copied = time.perf_counter()
-    if options.prove:
-        again = recorded if options.dtype is None else {}
-        prove_output(out, files, list_expected(result, again), num_threads=options.threads)
-    stages = {"open_s": opened - begin, "copy_s": copied - opened, "prove_s": time.perf_counter() - copied}
-    print(json.dumps(stages))
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    shapes = json.loads((folder / "shapes.json").read_text())
+    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
-def write_fingerprints(folder: Path) -> None:
-    """Record what the manifest of a save would record. Not in the measuring process: see `measure`."""
+def write_manifest_of(folder: Path) -> None:
+    """Record what a save with this package records, as far as an export looks at it."""
+    from accel_fsdp_tools.export.foreign import describe_from_config
     from accel_fsdp_tools.fingerprint import combine, fingerprint_bytes
-    from accel_fsdp_tools.formats.reading import read_part
+    from accel_fsdp_tools.formats.reading import read_blocks
+    from accel_fsdp_tools.manifest import (
+        DIRECTORY,
+        STATES,
+        Lineage,
+        Manifest,
+        ModelFacts,
+        TensorFacts,
+        Topology,
+        write_manifest,
+    )
     from accel_fsdp_tools.opening import open_checkpoint
 
-    found = {
-        name: str(
-            combine(fingerprint_bytes(read_part(each, part), each.dtype, part, each.shape) for part in each.parts)
-        )
-        for name, each in open_checkpoint(folder / MODEL_DIRECTORY).model.tensors.items()
-    }
-    (folder / "fingerprints.json").write_text(json.dumps(found))
+    def sum_up(tensor: DiskTensor) -> str:
+        blocks = ((part, block) for whole in tensor.parts for part, block in read_blocks(tensor, whole))
+        return str(combine(fingerprint_bytes(block, tensor.dtype, part, tensor.shape) for part, block in blocks))
+
+    architecture = describe_from_config(folder / "config")
+    checkpoint = folder / OURS
+    found = open_checkpoint(checkpoint / MODEL_DIRECTORY).model.tensors
+    tensors = tuple(
+        TensorFacts(name, each.dtype, each.shape, True, "parameter", sum_up(each)) for name, each in found.items()
+    )
+    assets = checkpoint / DIRECTORY / "model_0"
+    shutil.copytree(folder / "config", assets)
+    model = ModelFacts(architecture.class_name, tensors, architecture=architecture.to_dict())
+    manifest = Manifest(
+        created_at="2026-01-01T00:00:00.000+00:00",
+        step=1,
+        epoch=0,
+        lineage=Lineage("benchmark", "benchmark", 1),
+        topology=Topology(2, "FSDP", 2, "SHARDED_STATE_DICT"),
+        versions={},
+        states={name: {} for name in STATES},
+        files=(),
+        models=(model,),
+        optimizers=(),
+        num_schedulers=0,
+        num_dataloaders=0,
+        num_custom_objects=0,
+        accelerate={},
+    )
+    write_manifest(checkpoint, manifest)
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """Be the process that exports, and print its seconds by stage and its own peak memory."""
+    from accel_fsdp_tools.export import export_checkpoint
+
+    arguments = {name: value for name, _, value in (each.partition("=") for each in options.arguments)}
+    source = options.folder / arguments.pop("source")
+    if "model" in arguments:
+        arguments["model"] = str(options.folder / arguments["model"])
+    os.fsync = lambda descriptor: None  # `cp` does not sync either, and how fast the disk is, is not the question
+    report = export_checkpoint(source, options.run, num_threads=options.threads, **arguments)
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    print(json.dumps({"peak_mb": peak_mb, **{f"{name}_s": seconds for name, seconds in report.seconds.items()}}))
 
 
 def run_consolidation(options: argparse.Namespace) -> None:
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
-    from torch.distributed.checkpoint._hf_utils import _metadata_fn  # noqa: F401 - says early that torch has moved it
 
-    names = list_shapes(options.params * 1e9)
+    names = read_shapes(options.folder)
     out = Path(options.run)
     out.mkdir()
     consolidate_safetensors_files(
@@ -164,19 +226,19 @@ def run_consolidation(options: argparse.Namespace) -> None:
 
 def list_commands(folder: Path, out: Path, options: argparse.Namespace) -> dict[str, list[str]]:
     """Return what to run, by name."""
-    checkpoint = folder / MODEL_DIRECTORY
-    own = [sys.executable, __file__, str(folder), "--params", str(options.params), "--run", str(out)]
+    checkpoint = folder / OURS / MODEL_DIRECTORY
+    own = [sys.executable, __file__, str(folder), "--run", str(out)]
     own += ["--threads", str(options.threads)] if options.threads else []
     commands = {CP: ["cp", "-r", str(checkpoint), str(out)]}
-    commands |= {name: [*own, *arguments] for name, arguments in EXPORTS.items()}
+    commands |= {name: [*own, "--step", "export", "--arguments", *each] for name, each in EXPORTS.items()}
     commands[MERGE] = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
     commands[MERGE] += [str(checkpoint), str(out)]
-    commands[CONSOLIDATE] = [*own, "--consolidate"]
+    commands[CONSOLIDATE] = [*own, "--step", "consolidate"]
     return {name: command for name, command in commands.items() if _is_chosen(name, options)}
 
 
 def _is_chosen(name: str, options: argparse.Namespace) -> bool:
-    return name == CP or not options.only or any(name.startswith(each) for each in options.only.split(","))
+    return name == CP or not options.only or any(map(name.startswith, options.only))
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -203,7 +265,12 @@ def measure(
             before()
             begin = time.perf_counter()
             process = subprocess.Popen(
-                commands[name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
+                commands[name],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},  # nobody who installs this compiles it every time
             )
             output, errors = process.stdout.read(), process.stderr.read()  # type: ignore[union-attr] # pipes
             _, status, usage = os.wait4(process.pid, 0)
@@ -225,30 +292,36 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--only", help="beginnings of the names to run beside cp, with commas between")
+    parser.add_argument("--only", action="append", help="beginning of names to run beside cp; can be given repeatedly")
     parser.add_argument("--cold", action="store_true", help="drop the checkpoint from the page cache before each")
+    parser.add_argument("--model", choices=("llama", "tied", "moe"), default="llama")
     parser.add_argument("--json", action="store_true")
-    for name in ("--write", "--run", "--dtype"):
-        parser.add_argument(name, type=int if name == "--write" else str, help=argparse.SUPPRESS)
-    for name in ("--record", "--consolidated", "--consolidate", "--fingerprints", "--prove"):
-        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
+    # What the processes that this one starts are told.
+    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--arguments", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--shards", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.write is not None:
-        write_rank(options.folder, options)
-    elif options.record:
-        write_fingerprints(options.folder)
-    elif options.run is not None:
-        (run_consolidation if options.consolidate else run_export)(options)
+    if options.step is not None:
+        STEPS[options.step](options)
     else:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             compare(Path(name), options)
 
 
+STEPS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "describe": lambda options: describe(options.folder, options),
+    "write": lambda options: write_rank(options.folder, options),
+    "record": lambda options: write_manifest_of(options.folder),
+    "export": run_export,
+    "consolidate": run_consolidation,
+}
+
+
 def compare(folder: Path, options: argparse.Namespace) -> None:
-    options.consolidated = _is_chosen(CONSOLIDATE, options)
+    options.shards = _is_chosen(CONSOLIDATE, options)
     write_checkpoint(folder, options)
-    if any(_is_chosen(name, options) for name, arguments in EXPORTS.items() if "--fingerprints" in arguments):
-        subprocess.run([sys.executable, __file__, str(folder), "--record"], check=True)
     out = folder / "out"
     commands = list_commands(folder, out, options)
 
@@ -256,10 +329,9 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
         if options.cold:
             drop_from_cache(folder)
 
-    if not options.cold:
-        measure({CP: commands[CP]}, out, 1, prepare)  # warms the page cache up
+    measure(commands, out, 1, prepare)  # compiles modules, warms the page cache up
     runs = measure(commands, out, options.rounds, prepare)
-    num_bytes = sum(path.stat().st_size for path in (folder / MODEL_DIRECTORY).iterdir())
+    num_bytes = sum(path.stat().st_size for path in (folder / OURS / MODEL_DIRECTORY).iterdir())
     report(runs, num_bytes, options)
 
 
@@ -269,20 +341,27 @@ def report(runs: dict[str, list[dict[str, float]]], num_bytes: int, options: arg
     for name, own in runs.items():
         ratios = [each["seconds"] / cp["seconds"] for each, cp in zip(own, runs[CP], strict=True)]
         rows[name] = {key: statistics.median(each[key] for each in own) for key in own[0]}
-        rows[name] |= {"of_cp": statistics.median(ratios), "peak_mb": max(each["peak_mb"] for each in own)}
+        fastest = min(each["seconds"] for each in own) / min(each["seconds"] for each in runs[CP])
+        rows[name] |= {"of_cp": statistics.median(ratios), "minima": fastest}
+        rows[name] |= {"peak_mb": max(each["peak_mb"] for each in own)}
     if options.json:
         print(json.dumps({"bytes": num_bytes, "rows": rows, "runs": runs}, indent=1))
         return
     where = "from disk" if options.cold else "from the page cache"
-    print(f"{num_bytes / 1e9:.2f} GB of {options.world_size} ranks, {where}, {os.cpu_count()} cores, no syncs")
-    print(f"{'':40} median s   of cp   cpu s   peak MB")
+    what = f"{options.model}, {num_bytes / 1e9:.2f} GB of {options.world_size} ranks"
+    print(f"{what}, {where}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, no syncs")
+    print(f"{'':40} median s   of cp  of cp, minima   cpu s   peak MB")
     for name, row in rows.items():
         stages = "".join(f"  {key.removesuffix('_s')} {row[key]:.2f}" for key in row if key.endswith("_s"))
-        print(f"{name:40} {row['seconds']:8.2f} {row['of_cp']:7.2f} {row['cpu']:7.2f} {row['peak_mb']:9.0f}{stages}")
+        numbers = f"{row['seconds']:8.2f} {row['of_cp']:7.2f} {row['minima']:14.2f} {row['cpu']:7.2f}"
+        print(f"{name:40} {numbers} {row['peak_mb']:9.0f}{stages}")
     for name, aim in AIMS.items():
         if name in rows:
             reached = rows[name]["of_cp"] <= aim
-            print(f"aim: {name} at most {aim} of cp; {'reached' if reached else 'NOT reached'}")
+            print(f"aim: {name} at most {aim} of cp (median); {'reached' if reached else 'NOT reached'}")
+    for name, row in rows.items():
+        if name in EXPORTS and MERGE in rows:
+            print(f"{rows[MERGE]['seconds'] / row['seconds']:.1f} times as fast as {MERGE}: {name}")
     peak = max((row["peak_mb"] for name, row in rows.items() if name in EXPORTS), default=0)
     print(f"aim: exports in at most {MAX_PEAK_MB} MB; {'reached' if peak <= MAX_PEAK_MB else 'NOT reached'}")
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from accel_fsdp_tools.progress import track
+from accel_fsdp_tools.progress import LoaderOutcome, track
 from accel_fsdp_tools.rank_state import read_rank_state, write_rank_state
 from accel_fsdp_tools.rng import RngSnapshot
 
@@ -154,6 +154,9 @@ class Kind:
     break_after: int | None = None
     num_epochs: int = 2
     min_ranks: int = 1
+    data_resume: str = "skip"
+    is_unchanged: bool = True  # whether a followed run is the run that nobody follows
+    counts_reads: bool = True  # whether every rank reads what it is handed, and nothing else
 
 
 def _make(num_items: int = 23, **options: Any) -> Callable[[int], DataLoader]:
@@ -262,6 +265,7 @@ class Program:
         self.train, self.evaluation = prepared[0], prepared[1] if len(prepared) > 1 else None
         self.tracker = track(self.accelerator) if is_tracked else None
         self.log: list[Any] = []
+        self.outcomes: list[LoaderOutcome] | None = None
         self.first_epoch = self.first_batch = 0
 
     def save(self, folder: Path, num_events: int) -> None:
@@ -271,12 +275,13 @@ class Program:
         extra = {"num_events": num_events}
         write_rank_state(folder, self.rank, rng=RngSnapshot.capture(), loaders=loaders, extra=extra)
 
-    def load(self, folder: Path) -> int:
+    def load(self, folder: Path, statuses: tuple[str, ...] = ("restored",)) -> int:
         """Restore; return how much of the reference's log lies before."""
         assert self.tracker is not None
         state = read_rank_state(folder, self.rank)
-        outcomes = self.tracker.restore(state.loaders)
-        assert [outcome.status for outcome in outcomes] == ["restored"] * len(outcomes)
+        outcomes = self.tracker.restore(state.loaders, data_resume=self.kind.data_resume)
+        self.outcomes = outcomes
+        assert {outcome.status for outcome in outcomes} <= set(statuses), outcomes
         assert state.rng.restore() == ()
         position = self.tracker.loaders[0]
         self.first_epoch, self.first_batch = position.epoch, position.batch

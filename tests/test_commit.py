@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from accel_fsdp_tools.commit import (
     FOREIGN_PARTIAL_STALE_S,
     OWNER_NAME,
     PARTIAL,
+    Staging,
     check_target,
     commit_staging,
     delete_checkpoint,
@@ -33,7 +35,7 @@ from accel_fsdp_tools.survey import list_facts
 from tests.manifests import make_checkpoint, make_manifest
 
 
-def _stage(final: Path, *, step: int, run_id: str = "me") -> object:
+def _stage(final: Path, *, step: int, run_id: str = "me") -> Staging:
     staging = open_staging(final, run_id)
     (staging.partial / DIRECTORY).mkdir()
     write_manifest(staging.partial, make_manifest(step=step))
@@ -76,12 +78,16 @@ def test_a_crash_in_a_replacement_leaves_old_or_new(tmp_path: Path, point: str, 
         if reached == point:
             raise _Crash
 
+    staging = _stage(tmp_path / "last", step=2)
     phases.set_observer(observe)
     try:
         with pytest.raises(_Crash):
-            commit_staging(_stage(tmp_path / "last", step=2))
+            commit_staging(staging)
     finally:
         phases.set_observer(None)
+    if survivor == 1:
+        assert read_manifest(tmp_path / "last").step == 1, "an interrupt puts it back"
+        (tmp_path / "last").rename(staging.set_aside)  # a crash does not
     assert recover(tmp_path) == [], "a run that lives is left alone"
     _die_of_it(tmp_path)
     done = recover(tmp_path)
@@ -96,6 +102,18 @@ def test_sweeping_removes_dead_partials_only(tmp_path: Path) -> None:
     _stage(tmp_path / "step_2", step=2, run_id="alive")
     assert any("dead" in line for line in recover(tmp_path))
     assert [path.name for path in (tmp_path / PARTIAL).iterdir()] == ["alive"]
+
+
+def test_a_run_that_died_while_it_put_down_its_name_is_swept_once_it_is_quiet(tmp_path: Path) -> None:
+    left = tmp_path / PARTIAL / "dead" / f".{OWNER_NAME}.123.tmp"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    recover(tmp_path)
+    assert left.exists(), "it may be one that is just beginning"
+    old = time.time() - 1000
+    os.utime(left.parent, (old, old))
+    recover(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_process_counts_as_dead(tmp_path: Path) -> None:
@@ -222,6 +240,27 @@ def test_deletion_is_never_seen_half_done(tmp_path: Path) -> None:
     recover(tmp_path)
     assert list(tmp_path.iterdir()) == []
     delete_checkpoint(path, "me")  # gone already: another process was faster
+
+
+def test_a_full_disk_does_not_keep_an_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "step_00000001", step=1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    seen: list[tuple[str, list[str]]] = []
+    previous = phases.set_observer(
+        lambda point: seen.append((point, [each.problem or "whole" for each in find_checkpoints(tmp_path)]))
+    )
+    try:
+        assert delete_checkpoint(tmp_path / "step_00000001", "run")
+    finally:
+        phases.set_observer(previous)
+    assert [point for point, _ in seen] == ["prune.set_aside", "prune.removed"]
+    assert "whole" not in seen[0][1], "never half a checkpoint"
+    assert not delete_checkpoint(tmp_path / "step_00000001", "run"), "another process was first"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_retention_follows_the_lineage(tmp_path: Path) -> None:

@@ -336,6 +336,7 @@ def test_accelerate_launch_runs_an_unchanged_script(tmp_path: Path, version: int
     assert {path.name for path in (tmp_path / "state" / "optimizer_0").iterdir()} >= {"__1_0.distcp"}
 
 
+@pytest.mark.matrix
 def test_accelerate_launch_runs_the_trainer(tmp_path: Path) -> None:
     reports = _launch(tmp_path, _accelerate_launch("fsdp2_cpu.yaml"), _TRAINER_SCRIPT, "{}")
     _assert_two_ranks_of_one_group(reports, 2, "bf16")
@@ -343,6 +344,7 @@ def test_accelerate_launch_runs_the_trainer(tmp_path: Path) -> None:
     assert written >= {"pytorch_model_fsdp_0", "optimizer_0", "rng_state_0.pth", "rng_state_1.pth"}
 
 
+@pytest.mark.matrix
 def test_torchrun_runs_the_trainer_that_asks_for_fsdp_itself(tmp_path: Path) -> None:
     options = {"fsdp": True, "fsdp_config": {"version": 1, "sync_module_states": False}}
     launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(find_free_port())]

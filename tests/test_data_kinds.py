@@ -6,6 +6,7 @@ of each rank, every loss and learning rate, parameters and optimizer are compare
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import collect, run_ranks, start_ranks
-from tests.loader_kinds import KINDS, seed_everything
+from tests.loader_kinds import KINDS as SAMPLED
+from tests.loader_kinds import seed_everything
+from tests.stream_kinds import KINDS as OTHERS
 from tests.training import digest_model, digest_optimizer
 
 # A stop in the middle of the second epoch, and one with its last batch in hand.
@@ -21,6 +24,12 @@ POINTS = ("middle", "end")
 # Left out: loops that break, which have no batch at the end of an epoch; noise of another width than the model's
 # input; ranks with unequal numbers of batches, which FSDP cannot train on.
 LEFT_OUT = {"breaks", "breaks_seedable", "own_noise", "uneven_count", "uneven_torch_synchronised"}
+# Batches in a pass, which a stream does not say.
+LENGTHS = {"stream_shuffled_dispatched": 4, "stream_stateful_own": 4, "hf_interleaved_dispatched": 6,
+           "hf_shuffled_dispatched": 4, "stateful_hf_own": 4}  # fmt: skip
+KINDS = SAMPLED | {name: OTHERS[name] for name in ("dispatch", "stateful", *LENGTHS)}
+if importlib.util.find_spec("torchdata") is None:
+    KINDS = {name: kind for name, kind in KINDS.items() if not name.startswith("stateful")}
 NAMES = [name for name in KINDS if name not in LEFT_OUT]
 
 
@@ -89,7 +98,8 @@ def _train(name: str, root: Path, seed: int, point: str | None, *, save: bool) -
         position = checkpointer.resume(steps[0 if point == "middle" else -1] if point else None, fresh=point is None)
         if position.report is not None:
             trace.exact, trace.report = position.report.exact, str(position.report)
-        middle = max(1, len(loaders[0]) // 2)
+        length = len(loaders[0]) if name not in LENGTHS else LENGTHS[name]
+        middle = max(1, length // 2)
         for epoch in range(position.epoch, KINDS[name].num_epochs):
             number = position.batch if epoch == position.epoch else 0
             for batch in loaders[0]:
@@ -107,7 +117,7 @@ def _train(name: str, root: Path, seed: int, point: str | None, *, save: bool) -
                 checkpointer.step(loss=loss)
                 if len(loaders) > 1 and number == 1:
                     trace.ids.extend((-1, _features(extra)[0]) for extra in loaders[1])
-                if save and epoch == 1 and number in {middle, len(loaders[0])}:
+                if save and epoch == 1 and number in {middle, length}:
                     checkpointer.save()
             trace.ends.append(epoch)
     trace.model, trace.optimizer = digest_model(model), digest_optimizer(optimizer)

@@ -67,6 +67,29 @@ def test_resumed_run_equals_the_uninterrupted_one(runs: Path, tmp_path: Path) ->
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def _train_with_trainer(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/fsdp2_cpu.yaml"]
+    return _run(*launch, "examples/trainer_callback.py", "--output-dir", output, *options)
+
+
+@pytest.mark.matrix
+def test_the_trainer_ends_the_same_killed_or_not(tmp_path: Path) -> None:
+    assert _train_with_trainer(tmp_path / "whole").returncode == 0
+    kill = ["--kill-at-step", str(KILL_AT)]
+    assert "SIGKILL" in _train_with_trainer(tmp_path / "killed", *kill).stderr
+    resumed = _train_with_trainer(tmp_path / "killed", *kill)
+    assert f"checkpoint-{LAST_CHECKPOINT} (step {LAST_CHECKPOINT}): exact" in resumed.stdout, resumed.stderr[-3000:]
+    assert "as the model in training does" in resumed.stdout
+    result = _compare(tmp_path / "whole", tmp_path / "killed")
+    assert "identical, bit for bit" in result.stdout
+
+
+def test_the_example_with_the_trainer_runs(tmp_path: Path) -> None:
+    result = _train_with_trainer(tmp_path / "run", "--samples", "17")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "as the model in training does" in result.stdout
+
+
 def test_log_holds_every_step_and_those_computed_twice(runs: Path) -> None:
     lines = [json.loads(line) for line in (runs / "interrupted" / "log.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if "loss" in line]

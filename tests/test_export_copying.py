@@ -26,6 +26,7 @@ from accel_fsdp_tools.fingerprint import Fingerprint, fingerprint_tensor
 from accel_fsdp_tools.opening import open_checkpoint
 from tests.checkpoints import expect_mesh_tensors, get_bytes, make_tensor, save_on_mesh
 from tests.harness import run_ranks
+from tests.manifests import flip_bit
 from tests.test_export_outputs import DTYPES
 
 ROOT = Path(__file__).parent.parent
@@ -349,9 +350,53 @@ def test_a_source_that_is_not_what_was_in_memory(tmp_path: Path, dtype: str | No
         copy_tensors(plan(tensors, dtype), out, fingerprints=recorded)
     assert caught.value.fqn == "bad"
     assert list(out.iterdir()) == []
-    result = copy_tensors(plan(tensors), out, fingerprints={"good": recorded["good"]})
-    with pytest.raises(DamagedCheckpointError, match="'bad' is not what was read"):
+    result = copy_tensors(plan(tensors), out, vouched=recorded)
+    with pytest.raises(DamagedCheckpointError, match=r"'bad'.*not what was in memory"):
         prove_output(out, plan(tensors), list_expected(result, recorded))
+
+
+def test_no_crc_where_a_fingerprint_will_vouch(uneven: Path, tmp_path: Path) -> None:
+    """From the live tensor to the output in one comparison; items that others need are checked."""
+    tensors = dict(open_checkpoint(uneven).model.tensors)
+    names = [name for name, each in tensors.items() if each.numel]
+    recorded = {name: fingerprint(each) for name, each in make_uneven_tensors().items()}
+    vouched = {name: recorded[name] for name in names[1:]}
+    tensors["again"] = replace(tensors[names[-1]], fqn="again")
+    files = plan(tensors)
+    result = copy_tensors(files, tmp_path, vouched=vouched)
+    needed = {extent.bytes for name in (names[0], "again") for extent in tensors[name].extents if extent.part.numel}
+    assert result.num_items_checked == len(needed)
+    assert {name for name, each in result.tensors.items() if each.crc32 is None} == set(vouched)
+    proof = prove_output(tmp_path, files, list_expected(result, vouched))
+    assert (proof.num_tensors, proof.num_fingerprints) == (len(tensors), len(vouched))
+    with pytest.raises(ValueError, match="nothing to compare it with"):
+        prove_output(tmp_path, files, list_expected(result))
+
+
+@pytest.mark.parametrize("what", ["source", "output"])
+def test_what_a_fingerprint_finds_is_told_apart(tmp_path: Path, what: str) -> None:
+    """A file of the checkpoint that has changed since it was written, or the output: the same fingerprint is wrong."""
+    values = {"good": torch.randn(9), "bad": torch.randn(50)}
+    tensors = save_plain(tmp_path, values)
+    recorded = {name: fingerprint(each) for name, each in values.items()}
+    source, out = tmp_path / "source.raw", tmp_path / "out"
+    out.mkdir()
+    if what == "source":
+        flip_bit(source, tensors["bad"].extents[0].offset + 7)
+    result = copy_tensors(plan(tensors), out, vouched=recorded)
+    if what == "output":
+        path = out / "model.safetensors"
+        flip_bit(path, path.stat().st_size - 7)
+    with pytest.raises(DamagedCheckpointError) as caught:
+        prove_output(out, plan(tensors), list_expected(result, recorded))
+    assert caught.value.path == str(source if what == "source" else out / "model.safetensors")
+    assert ("CRC-32" if what == "source" else "is not what was read") in str(caught.value)
+    if what == "source":  # summed beforehand, or on the way
+        with pytest.raises(DamagedCheckpointError, match="CRC-32"):
+            prove_tensors(list(tensors.values()), recorded)
+        (out / "model.safetensors").unlink()
+        with pytest.raises(DamagedCheckpointError, match="CRC-32"):
+            copy_tensors(plan(tensors), out, fingerprints=recorded)
 
 
 @pytest.mark.parametrize("is_cut", [True, False])

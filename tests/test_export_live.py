@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from accel_fsdp_tools import errors, export_live, live_writing, views
+from accel_fsdp_tools.export.load_values import check_loaded_values
 from accel_fsdp_tools.export.target import REPORT_NAME
 from accel_fsdp_tools.export_live import export_model
+from accel_fsdp_tools.fingerprint import Fingerprint
 from accel_fsdp_tools.formats.reading import read_array
 from accel_fsdp_tools.opening import open_checkpoint
 from tests.exporting import compare_directories, make_tokenizer
@@ -97,8 +99,16 @@ def _train_and_export(folder: str, exports: bool, **case: Any) -> tuple[Any, ...
     if exports:
         save_state(accelerator, out / "checkpoint", tokenizer=make_tokenizer())
         checkpointer = Checkpointer(accelerator, out / "root", tokenizer=make_tokenizer())
-        report = checkpointer.export(out / "begun", max_shard_size=limit, report=True)
+        verify = "load" if name == "mixtral" and setup.use_orig_params else "output"
+        report = checkpointer.export(out / "begun", max_shard_size=limit, report=True, verify=verify)
         assert "tensors read again" in report.proof["output"]
+        if verify == "load":
+            assert report.ok
+            count = len(model.state_dict())
+            assert report.proof["load"] == (
+                "MixtralForCausalLM.from_pretrained: all keys found, none left over; "
+                f"{count} tensors of the loaded model equal those in memory"
+            )
         with torch.no_grad():
             export_model(accelerator, model, out / "bf16", dtype="bf16", max_shard_size=limit)
         _save_reference(accelerator, model, name, out / "reference", limit)
@@ -264,6 +274,26 @@ def test_a_single_process_converts_as_save_pretrained_does(tmp_path: Path, name:
     assert compare_directories(tmp_path / "out", tmp_path / "reference") == []
 
 
+def test_what_loads_into_other_values_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that were cast are only looked for, by name."""
+    from tests.architectures import build_architecture
+
+    def pretend(out: Path, kept: Any, **options: Any) -> Any:
+        assert not kept
+        return check_loaded_values(out, {"model.norm.weight": Fingerprint(), "more": Fingerprint()}, **options)
+
+    monkeypatch.setattr(export_live, "check_loaded_values", pretend)
+    accelerator: Any = SimpleNamespace(_models=[build_architecture("llama_tied")])
+    count = len(accelerator._models[0].state_dict())
+    report = export_model(accelerator, None, tmp_path / "out", dtype="bf16", verify="load")
+    assert [finding.code for finding in report.failures] == ["load"]
+    assert report.proof["load"] == (
+        "LlamaForCausalLM.from_pretrained: all keys found, none left over; 0 tensors of the loaded model equal those "
+        f"in memory, {count} were cast and are not compared; 1 differ (model.norm.weight); 1 are not in the loaded "
+        "model (more)"
+    )
+
+
 @contextmanager
 def _patched(on_rank: int, target: Any, name: str, value: Any) -> Iterator[None]:
     import torch.distributed as dist
@@ -345,6 +375,7 @@ def _provoke(folder: str) -> dict[str, tuple[type[BaseException], str, int | Non
     expect("arguments", export(dtype="bf16" if rank else "fp16"))
     expect("dtype", export(dtype="int4"))
     expect("config dtype", export(dtype="config"))
+    expect("no config", export(verify="load"))
     whole = build_net()
     if rank == 1:
         with torch.no_grad():
@@ -375,6 +406,7 @@ def test_a_failure_is_the_same_everywhere_and_leaves_everything_as_it_was(tmp_pa
         "arguments": (errors.UsageError, "dtype is 'fp16' on rank 0 and 'bf16' on rank 1", 1),
         "dtype": (errors.UsageError, "dtype is 'int4'", 0),
         "config dtype": (errors.UsageError, "no config states one", 0),
+        "no config": (errors.UsageError, "no config to load with", 0),
         "copies": (errors.ReplicaDivergenceError, "head.weight", None),
         "none": (errors.UsageError, "0 models are prepared", 0),
         "inside": (errors.UsageError, "lies inside the checkpoint", 0),

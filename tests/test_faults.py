@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accel_fsdp_tools import errors
+from accel_fsdp_tools import errors, verify_checkpoint
 from accel_fsdp_tools.errors import AccelFsdpError
 from accel_fsdp_tools.manifest import DIRECTORY, read_manifest
 from tests.harness import collect, run_ranks, start_ranks
@@ -69,6 +71,69 @@ def test_a_full_disk_fails_on_every_rank_and_keeps_the_old_checkpoint(
         assert (first.name, third.name) == ("step_00000001", "step_00000003")
     assert read_root(root) == ["step_00000001", "step_00000003"]
     assert not (root / ".partial").exists()
+
+
+def _fill_a_small_disk(folder: str) -> list[Any]:
+    """Save, fill the disk but for a few kilobytes, save, prune where nothing is left at all, make room, save again."""
+    import os
+
+    from accel_fsdp_tools import Checkpointer
+    from accel_fsdp_tools.commit import delete_checkpoint
+
+    objects = build(SMALL, seed=1)
+    outcomes: list[Any] = []
+    filler = Path(folder) / "filler"
+    for name, async_save, left_bytes in (("a", False, 100_000), ("b", True, 100_000), ("c", False, 0)):
+        with Checkpointer(
+            objects.accelerator, f"{folder}/{name}", keep_last=None, async_save=async_save
+        ) as checkpointer:
+            checkpointer.resume()
+            for room in (True, False, True):
+                train_batch(objects, next(iter(objects.loader)))
+                checkpointer.step()
+                objects.accelerator.wait_for_everyone()
+                if not room and objects.accelerator.is_main_process:
+                    with filler.open("wb") as file:
+                        free = os.statvfs(folder)
+                        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - left_bytes)
+                    if not left_bytes:
+                        (old,) = Path(folder, name).glob("step_*")
+                        assert delete_checkpoint(old, "another process")
+                        filler.unlink()
+                objects.accelerator.wait_for_everyone()
+                outcomes.append(_attempt(lambda checkpointer=checkpointer: [checkpointer.save(), checkpointer.wait()]))
+                objects.accelerator.wait_for_everyone()
+                if objects.accelerator.is_main_process:
+                    filler.unlink(missing_ok=True)
+                objects.accelerator.wait_for_everyone()
+    return outcomes
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here; a limit on file sizes stands in for it elsewhere")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_no_space_left_on_a_real_file_system(small_disk: Path, tmp_path: Path) -> None:
+    for outcomes in run_ranks(_fill_a_small_disk, str(small_disk), folder=tmp_path / "r"):
+        for number, outcome in enumerate(outcomes):
+            if number in (1, 4):
+                assert isinstance(outcome, errors.RankFailedError), outcome
+                assert "space" in str(outcome), outcome
+            else:
+                assert isinstance(outcome, list), outcome
+        saved = [outcome[0] for outcome in outcomes if isinstance(outcome, list)]
+    left = sorted(small_disk.glob("*/step_*"))
+    assert left == [*saved[:4], *saved[5:]], "what was saved, but for the one that was pruned"
+    assert all(verify_checkpoint(path).ok for path in left)
+    for name in "abc":
+        assert not (small_disk / name / ".partial").exists()
 
 
 def _train_without_resume(root: str) -> Any:

@@ -37,15 +37,12 @@ POINTS = {
 # Points that every rank passes; the others exist on rank 0 alone.
 ON_RANK_1 = ("save.staged", "between files", "save.progress", "save.checksums")
 # In every run of the tests: the moments at which something else is on disk than a moment before, and one on each rank
-# while files are written. The rest belongs to the matrix.
+# while files are written. The rest belongs to the matrix; `test_fault_matrix.py` and `test_soak.py` kill ranks too.
 ALWAYS = {
     ("between files", 0),
-    ("save.delegated", 0),
-    ("save.manifest", 0),
     ("save.set_aside", 0),
     ("save.renamed", 0),
     ("prune.set_aside", 0),
-    ("between files", 1),
     ("save.checksums", 1),
 }
 KILLS = [*((point, 0) for point in POINTS), *((point, 1) for point in ON_RANK_1)]

@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from tests import stream_kinds
 from tests.harness import run_ranks
 from tests.loader_kinds import KINDS, Program, count_items
 
 REFERENCE_SEED, RESUMED_SEED, AGAIN_SEED = 1, 77, 555
+ALL_KINDS = KINDS | stream_kinds.KINDS
 
 
 def _record_references(names: list[str], folder: Path) -> dict[str, list[Any]]:
     """Run each kind untracked, then tracked and saved at every point; both must deliver the same."""
     references = {}
     for name in names:
-        expected = Program(KINDS[name], REFERENCE_SEED, is_tracked=False).run()
-        program = Program(KINDS[name], REFERENCE_SEED)
+        kind = ALL_KINDS[name]
+        expected = Program(kind, REFERENCE_SEED, is_tracked=not kind.is_unchanged).run()
+        program = Program(kind, REFERENCE_SEED)
         actual = program.run(lambda point: program.save(folder / name / point, len(program.log)))  # noqa: B023
         assert actual == expected, f"{name}: being followed and saved changed the run"
         references[name] = expected
@@ -32,7 +35,8 @@ def _resume_all(
 ) -> tuple[int, list[str]]:
     """Resume every kind from every point; return how many, and what went wrong."""
     num_resumed, failures = 0, []
-    for name, kind in KINDS.items():
+    for name in references[0]:
+        kind = ALL_KINDS[name]
         points = sorted((folder / name).iterdir()) if (folder / name).exists() else []
         for number, point in enumerate(points[:: 2 if len(references) == 1 else 1]):
             if len(list(point.glob("progress_*"))) < len(references):
@@ -61,24 +65,35 @@ def _resume(program: Program, point: Path, reference: list[Any], save_to: Path |
     if actual != expected:
         where = next((i for i, (a, b) in enumerate(zip(actual, expected, strict=False)) if a != b), "length")
         return [f"differs at {where}, {len(actual)} events instead of {len(expected)}"]
-    if program.kind.break_after is None and program.num_reads != count_items(actual):
+    if program.kind.counts_reads and program.kind.break_after is None and program.num_reads != count_items(actual):
         return [f"{program.num_reads} items were read for {count_items(actual)} delivered"]
     return []
 
 
-@pytest.mark.parametrize("world_size", [2, 1])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.matrix)])
 def test_every_kind_resumes_at_every_point(tmp_path: Path, world_size: int) -> None:
     names = [name for name, kind in KINDS.items() if kind.min_ranks <= world_size]
+    _check_kinds(tmp_path, names, world_size, 120)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(2500)
+@pytest.mark.parametrize("world_size", [2, 1])
+@pytest.mark.parametrize("part", ["dispatch", "stream", "hf", "workers", "stateful"])
+def test_every_other_kind_resumes_at_every_point(tmp_path: Path, world_size: int, part: str) -> None:
+    if part == "stateful":
+        pytest.importorskip("torchdata")
+    _check_kinds(tmp_path, [name for name in stream_kinds.KINDS if name.startswith(part)], world_size, 800)
+
+
+def _check_kinds(tmp_path: Path, names: list[str], world_size: int, timeout_s: float) -> None:
+    settings: dict[str, Any] = {"world_size": world_size, "timeout_s": timeout_s}
     saved, saved_again = tmp_path / "saved", tmp_path / "again"
-    references = run_ranks(_record_references, names, saved, world_size=world_size, folder=tmp_path / "a")
+    references = run_ranks(_record_references, names, saved, **settings, folder=tmp_path / "a")
     assert all((saved / name / "0.0").is_dir() and (saved / name / "1.0").is_dir() for name in names)
-    resumed = run_ranks(
-        _resume_all, saved, references, RESUMED_SEED, saved_again, world_size=world_size, folder=tmp_path / "b"
-    )
+    resumed = run_ranks(_resume_all, saved, references, RESUMED_SEED, saved_again, **settings, folder=tmp_path / "b")
     assert [failures for _, failures in resumed] == [[]] * world_size
     assert resumed[0][0] > 4 * len(names)
-    again = run_ranks(
-        _resume_all, saved_again, references, AGAIN_SEED, None, world_size=world_size, folder=tmp_path / "c"
-    )
+    again = run_ranks(_resume_all, saved_again, references, AGAIN_SEED, None, **settings, folder=tmp_path / "c")
     assert [failures for _, failures in again] == [[]] * world_size
     assert again[0][0] > len(names)

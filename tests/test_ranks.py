@@ -94,7 +94,7 @@ def _one_is_late(late: int, file: str | None) -> None:
     ("late", "store"),
     [
         (0, "tcp"),
-        (2, "file"),
+        pytest.param(2, "file", marks=pytest.mark.matrix),
         pytest.param(2, "tcp", marks=pytest.mark.matrix),
         pytest.param(0, "file", marks=pytest.mark.matrix),
     ],
@@ -244,6 +244,65 @@ def _use_two_threads() -> tuple[list[int], list[int]]:
 def test_threads_on_channels_of_their_own_do_not_disturb_each_other(tmp_path: Path) -> None:
     expected = ([2 * number + 1 for number in range(20)], [200 * number + 1 for number in range(20)])
     assert run_ranks(_use_two_threads, folder=tmp_path) == [expected] * 2
+
+
+def _break(how: str, victim: int, folder: str) -> list[tuple[int | None, tuple[int, ...], str]]:
+    """One rank dies or sleeps inside each of three stages; afterwards the ranks talk again, if all are alive."""
+    _init()
+    meetings.BREAK_S = 1.0
+    rank = ranks.get_rank()
+    ranks.gather_all(0)
+    told = []
+    for number, stage in enumerate((ranks.run_together, ranks.run_on_main, ranks.gather_all)):
+        awake = Path(folder) / str(number)
+
+        def part(awake: Path = awake) -> None:
+            if rank != victim:
+                return
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            while not awake.exists():
+                time.sleep(0.02)
+
+        if stage is not ranks.run_together and rank == victim and (rank or stage is ranks.gather_all):
+            part()
+        arguments = (0,) if stage is ranks.gather_all else ("writing", part)
+        with pytest.raises(RankMissingError) as caught:
+            stage(*arguments)
+        if rank == 2 - (victim == 2):
+            awake.touch()
+        told.append((caught.value.rank, caught.value.missing_ranks, str(caught.value)))
+        if how == "die":
+            return told
+        assert ranks.gather_all(rank) == [0, 1, 2]
+    return told
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.matrix)])
+def test_a_rank_that_does_not_answer_is_named_and_the_ranks_talk_again(tmp_path: Path, victim: int) -> None:
+    results = run_ranks(
+        _break,
+        "sleep",
+        victim,
+        str(tmp_path),
+        world_size=3,
+        folder=tmp_path / "r",
+        environment={meetings.TIMEOUT_VARIABLE: "1"},
+    )
+    for rank, told in enumerate(results):
+        for named, missing, text in told:
+            assert (named, missing) == (victim, (victim,)), text
+            assert ("came too late" in text) == (rank == victim)
+    assert results[1 if victim == 0 else 0] == results[2]
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.matrix), 2])
+def test_a_rank_that_dies_is_named_long_before_the_timeout(tmp_path: Path, victim: int) -> None:
+    processes = start_ranks(_break, "die", victim, str(tmp_path), world_size=3, folder=tmp_path / "r")
+    outcomes = collect(processes, folder=tmp_path / "r", grace_s=30)
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    told = [outcome.value[0] for outcome in outcomes if outcome.rank != victim]
+    assert [(named, missing) for named, missing, _ in told] == [(victim, (victim,))] * 2, told
 
 
 def _die() -> None:

@@ -1,7 +1,7 @@
 """Every configuration times every fault: a clean load verifies, and each fault is caught and named.
 
-The default run takes each configuration once, with all faults in memory and a share of those on disk, so dealt out
-that every fault occurs with both kinds of state dicts. `pytest -m matrix` runs everything and writes
+The default run takes each kind of configuration once, with all faults in memory and a share of those on disk, so dealt
+out that every fault occurs with both kinds of state dicts. `pytest -m matrix` runs everything and writes
 `docs/verify-matrix.md`.
 
 What is caught where, and what nothing could catch (and why), is stated with the faults in `matrix_disk`.
@@ -10,6 +10,7 @@ What is caught where, and what nothing could catch (and why), is stated with the
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,14 +28,14 @@ from accel_fsdp_tools.findings import Finding, VerifyReport
 from tests import matrix, matrix_table
 from tests.harness import RankError, run_ranks
 from tests.manifests import flip_bit
-from tests.matrix import CELLS, CONFIGURATIONS, NOT_RUN, Cell, choose_sample
+from tests.matrix import CELLS, CONFIGURATIONS, NOT_RUN, SAMPLED, Cell, choose_sample
 from tests.matrix_disk import ADAPTED, DISK_FAULTS, FULL, SHARDED, WHOLE, adapt, list_disk_faults
 from tests.matrix_memory import MEMORY_FAULTS, is_named
 
 TABLE = Path(__file__).parent.parent / "docs" / "verify-matrix.md"
 MODES = ("auto", "full")
 _NUM_AT_ONCE = 2  # runs: each waits a good part of its time
-_DISK_SHARE = 9  # the default run takes every ninth damaged checkpoint of a cell
+_DISK_SHARE = 8  # the default run takes every eighth damaged checkpoint of a cell
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def test_a_clean_load_verifies_and_faults_are_named(outcomes: Mapping[str, Futur
 
 
 def test_the_sample_holds_every_configuration_and_every_fault() -> None:
-    assert {plan.cell.configuration for plan in SAMPLE} == set(CONFIGURATIONS)
+    assert {plan.cell.configuration for plan in SAMPLE} == set(SAMPLED) <= set(CONFIGURATIONS)
     for kind in matrix.KINDS:
         plans = [plan for plan in SAMPLE if plan.cell.kind == kind]
         assert {each for plan in plans for each in plan.disk} == set(list_disk_faults(kind))
@@ -312,9 +313,29 @@ def test_what_is_said_not_to_run_does_not(tmp_path: Path) -> None:
 # -- single bits -------------------------------------------------------------------------------------------------------
 
 _FLIPS_PER_FILE = 2
+_FLIPS_PER_KIND = 200
 
 
-def _flip_and_load(path: str, cell: Cell) -> list[tuple[str, dict[str, Any] | None, bool]]:
+def _name_kind(name: str) -> str:
+    """Return the name of a file without numbers of ranks."""
+    return re.sub(r"(__|random_states_|_rank_)\d+", r"\1N", name)
+
+
+def _list_flips(path: Path, per_kind: int | None) -> list[tuple[str, int, int]]:
+    """Return files, bytes and bits: some of every file, or so many of every kind of file."""
+    generator = random.Random(7)
+    names = list_files(path)
+    if per_kind is None:
+        chosen = [name for name in names for _ in range(_FLIPS_PER_FILE)]
+    else:
+        kinds: dict[str, list[str]] = {}
+        for name in names:
+            kinds.setdefault(_name_kind(name), []).append(name)
+        chosen = [files[number % len(files)] for files in kinds.values() for number in range(per_kind)]
+    return [(name, generator.randrange((path / name).stat().st_size), generator.randrange(8)) for name in chosen]
+
+
+def _flip_and_load(path: str, cell: Cell, per_kind: int | None) -> list[tuple[str, dict[str, Any] | None, bool]]:
     """Flip one bit of one file, try to load, look whether anything was loaded, flip it back; and the next one."""
     from accel_fsdp_tools import load_state
     from accel_fsdp_tools.live import get_raw_optimizer
@@ -330,37 +351,43 @@ def _flip_and_load(path: str, cell: Cell) -> list[tuple[str, dict[str, Any] | No
     run.spoil()
     accelerator = run.accelerator
     before = read_memory()
-    generator = random.Random(7)
     results = []
-    for name in list_files(Path(path)):
-        for _ in range(_FLIPS_PER_FILE):
-            where = generator.randrange((Path(path) / name).stat().st_size), generator.randrange(8)
-            if accelerator.is_main_process:
-                flip_bit(Path(path) / name, *where)
-            accelerator.wait_for_everyone()
-            error = None
-            try:
-                load_state(accelerator, path)
-            except AccelFsdpError as caught:
-                error = _describe(caught)
-            results.append((name, error, read_memory() == before))
-            accelerator.wait_for_everyone()
-            if accelerator.is_main_process:
-                flip_bit(Path(path) / name, *where)
+    for name, place, bit in _list_flips(Path(path), per_kind):
+        if accelerator.is_main_process:
+            flip_bit(Path(path) / name, place, bit)
+        accelerator.wait_for_everyone()
+        error = None
+        try:
+            load_state(accelerator, path)
+        except AccelFsdpError as caught:
+            error = _describe(caught)
+        results.append((name, error, read_memory() == before))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            flip_bit(Path(path) / name, place, bit)
     accelerator.wait_for_everyone()
     load_state(accelerator, path)
     assert read_memory() != before
     return results
 
 
+@pytest.mark.parametrize(
+    "per_kind", [None, pytest.param(_FLIPS_PER_KIND, marks=(pytest.mark.matrix, pytest.mark.timeout(1800)))]
+)
 @pytest.mark.parametrize("kind", matrix.KINDS)
-def test_load_state_finds_a_flipped_bit_before_it_loads_anything(tmp_path: Path, kind: str) -> None:
+def test_load_state_finds_a_flipped_bit_before_it_loads_anything(
+    tmp_path: Path, kind: str, per_kind: int | None
+) -> None:
     cell = Cell("FSDP2", kind, 2)
     run_ranks(_save, str(tmp_path), cell, folder=tmp_path / "save")
     names = list_files(tmp_path / "early")
-    assert len(names) == (15 if kind == SHARDED else 11)
-    for results in run_ranks(_flip_and_load, str(tmp_path / "early"), cell, folder=tmp_path / "load"):
-        assert len(results) == _FLIPS_PER_FILE * len(names)
+    assert len(names) == (17 if kind == SHARDED else 13)
+    num_kinds = len({_name_kind(name) for name in names})
+    assert num_kinds == (11 if kind == SHARDED else 9)
+    expected = _FLIPS_PER_FILE * len(names) if per_kind is None else per_kind * num_kinds
+    ranks = run_ranks(_flip_and_load, str(tmp_path / "early"), cell, per_kind, folder=tmp_path / "load", timeout_s=1800)
+    for results in ranks:
+        assert len(results) == expected
         for name, error, is_untouched in results:
             assert error is not None, name
             assert name in error["text"], f"{name}: {error}"

@@ -63,13 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _choose(root: Path, entries: list[Entry], max_resumes: int | None) -> tuple[str | None, str, list[Skipped]]:
     """Return the name that a resume would choose, why, and what it would pass over."""
-    from ..survey import Skipped, State, is_own_name, list_candidates
+    from ..survey import Skipped, State, list_candidates
 
     candidates, skipped = list_candidates(root, max_resumes=max_resumes)
     damaged = {each.name: each.problem for each in entries if each.state is State.DAMAGED}
     for candidate in candidates:
         if candidate.name in damaged:
-            skipped.append(Skipped(candidate.name, str(damaged[candidate.name]), is_own_name(candidate.name)))
+            skipped.append(Skipped(candidate.name, str(damaged[candidate.name]), candidate.is_own))
             continue
         attempt, step = candidate.manifest.order
         reason = f"step {step} of attempt {attempt}, the newest along the lineage"

@@ -37,6 +37,7 @@ class Content:
         outputs: name in the file and where its bytes are, in the order in which they are put into files.
         fingerprints: of live tensors, by the names of outputs that are plain copies of them.
         sources: tensors that converted outputs are made of, by name, with fingerprints where there are any.
+        converted: converted outputs that are made of `sources` alone.
         storages: outputs that share memory in transformers, which keeps them in one file.
         num_parameters: as the index states it.
         stem: of the files' names.
@@ -49,6 +50,7 @@ class Content:
     outputs: tuple[tuple[str, Source], ...]
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
     sources: Mapping[str, tuple[DiskTensor, Fingerprint]] = field(default_factory=dict)
+    converted: frozenset[str] = frozenset()
     storages: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     num_parameters: int = 0
     stem: str = "model"
@@ -125,7 +127,7 @@ def collect_tensors(
     outputs = list(applied.outputs)
     if choices.allow_unexpected:
         outputs += [(name, tensors[name]) for name in applied.unexpected]
-    outputs, is_untied, more = _settle_ties(outputs, applied.ties, tensors, choices)
+    outputs, is_untied, more = _settle_ties(outputs, applied.ties, tensors, fingerprints, choices)
     findings += more
     plain = {output.name: output.source for output in facts.outputs if output.source is not None}
     names = {name: plain.get(name, name) for name, _ in outputs if name not in applied.converted}
@@ -134,6 +136,9 @@ def collect_tensors(
         outputs=tuple(outputs),
         fingerprints={name: fingerprints[source] for name, source in names.items() if source in fingerprints},
         sources={name: (tensors[name], fingerprints[name]) for name in sorted(needed) if name in fingerprints},
+        converted=frozenset(
+            name for name, sources in applied.converted.items() if sources and fingerprints.keys() >= set(sources)
+        ),
         storages=applied.storages,
         num_parameters=facts.num_parameters,
         config=facts.config,
@@ -234,14 +239,19 @@ def _settle_ties(
     outputs: list[tuple[str, DiskTensor]],
     ties: tuple[TieGroup, ...],
     tensors: Mapping[str, DiskTensor],
+    fingerprints: Mapping[str, Fingerprint],
     choices: Choices,
 ) -> tuple[list[tuple[str, DiskTensor]], bool, list[Finding]]:
-    """Drop the further names of tied tensors once they are proven equal; keep them where they differ and may."""
+    """Drop the further names of tied tensors once they are proven equal; keep them where they differ and may.
+
+    Those that were equal in memory are: the one that is written will be proven to be what was there.
+    """
     findings, is_untied = [], False
     for tie in ties:
         kept = tensors[tie.source]
         for name in tie.dropped:
-            if are_equal(kept, tensors[name]):
+            live = fingerprints.get(tie.source)
+            if (live is not None and live == fingerprints.get(name)) or are_equal(kept, tensors[name]):
                 continue
             if not choices.untie:
                 raise MismatchError(
@@ -300,6 +310,7 @@ def take_from_base(content: Content, base: Path, pattern: str) -> Content:
         content,
         outputs=tuple((name, tensor if name in chosen else other[name]) for name, tensor in content.outputs),
         fingerprints={name: each for name, each in content.fingerprints.items() if name in chosen},
+        converted=content.converted & chosen,
         findings=(*content.findings, Finding("base", Severity.NOTE, message, path=str(base))),
     )
 

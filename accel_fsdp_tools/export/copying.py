@@ -1,14 +1,15 @@
 """Tensors of a checkpoint, streamed into safetensors files at the speed of a file copy.
 
 Every byte passes once through one re-used buffer per thread, where it is checked, cast and summed while it is in the
-processor's cache. What was read is compared with the CRCs that the checkpoint stores and, if wanted, with
-fingerprints from its manifest; what was written is remembered as a CRC per tensor, for `proof`. No torch.
+processor's cache. What was read is compared with the fingerprints of the manifest where there are any, which prove
+more, else with the CRCs that the checkpoint stores; what was written is remembered as a CRC per tensor, for `proof`.
+No torch.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from .planning import (
     name_tensor,
     plan_units,
 )
+from .source_checks import check_recorded, check_stored, describe_damage
 from .workers import count_threads, run_units
 from .writing import Writer, create_files, remove_files, sync_files
 
@@ -44,14 +46,14 @@ class CopiedTensor:
     """What was written of one tensor.
 
     Attributes:
-        crc32: of all its bytes in the output, as they left this process.
+        crc32: of all its bytes in the output, as they left this process; None where something else vouches for it.
         num_overflowed: finite values that the cast made infinite.
         fingerprint: of its source, summed from the bytes read; None where none was wanted.
     """
 
     name: str
     file: str
-    crc32: int
+    crc32: int | None
     num_overflowed: int = 0
     fingerprint: Fingerprint | None = None
 
@@ -85,6 +87,8 @@ def copy_tensors(
     num_threads: int | None = None,
     check_crcs: bool = True,
     fingerprints: Mapping[str, Fingerprint] | None = None,
+    vouched: Collection[str] = (),
+    proven: Collection[str] = (),
     progress: Progress | None = None,
     sync: bool = True,
 ) -> CopyResult:
@@ -96,9 +100,12 @@ def copy_tensors(
         files: the plan, from `outputs.split_into_files`.
         directory: exists; holds none of the files.
         num_threads: default: one per processor, at most 16.
-        check_crcs: compare every item that is read with the CRC-32 that the checkpoint stores for it.
-        fingerprints: what the sources of these tensors should be, by the tensors' names in the output. Where a tensor
-            keeps its dtype, it is cheaper to give them to `prove_output`.
+        check_crcs: compare every item that is read with the CRC-32 that the checkpoint stores for it, those excepted
+            that hold only tensors with fingerprints, or vouched for or proven.
+        fingerprints: what the sources of these tensors should be, by the tensors' names in the output.
+        vouched: names of tensors of which no CRC is computed, since `prove_output` will compare the output with the
+            fingerprint of the live tensor, from one end to the other.
+        proven: names of tensors whose sources have been compared already (`prove_tensors`).
         progress: called with bytes of source tensors.
         sync: make files and directory durable at the end.
 
@@ -117,7 +124,9 @@ def copy_tensors(
     jobs = list_jobs(files)
     create_files(files, directory)
     try:
-        findings = _Findings(frozenset(fingerprints or ()))
+        findings = _Findings(
+            frozenset(fingerprints or ()), frozenset(vouched), frozenset(proven), check_crcs=check_crcs
+        )
         num_bytes_read = sum(job.source.size_bytes for job in jobs)
         meter = Meter(num_bytes_read, progress)
 
@@ -126,13 +135,19 @@ def copy_tensors(
             with FileCache() as sources, Writer(directory) as writer:
                 yield _Copier(sources, writer, findings, meter)
 
-        units = plan_units(jobs, check_crcs=check_crcs, gather_bytes=get_gather_bytes(threads))
+        units = plan_units(
+            jobs,
+            check_crcs=check_crcs,
+            gather_bytes=get_gather_bytes(threads),
+            settled=findings.settled,
+        )
         run_units(units, enter_copier, threads)
         num_checked, num_unchecked = findings.check_items() if check_crcs else (0, len(findings.items))
         tensors = {job.tensor.name: findings.sum_up(job) for job in jobs}
-        for name, expected in (fingerprints or {}).items():
-            if name in tensors:
-                check_recorded(name, tensors[name].fingerprint, expected)
+        for job in jobs:
+            expected = (fingerprints or {}).get(job.tensor.name)
+            if expected is not None:
+                _check_sums(job, tensors[job.tensor.name].fingerprint, expected)
         if sync:
             sync_files(files, directory)
     except BaseException:
@@ -142,20 +157,10 @@ def copy_tensors(
     return CopyResult(tensors, num_checked, num_unchecked, num_bytes_read, num_bytes_written)
 
 
-def check_recorded(name: str, actual: Fingerprint | None, expected: Fingerprint) -> None:
-    """Compare a tensor's values in the checkpoint with what was recorded of the live one.
-
-    Raises:
-        DamagedCheckpointError: they differ.
-    """
+def _check_sums(job: Job, actual: Fingerprint | None, expected: Fingerprint) -> None:
     if actual != expected:
-        raise DamagedCheckpointError(
-            f"{name!r}: what the checkpoint's files hold is not what was in memory when it was saved (its fingerprint "
-            f"is {actual}, {expected} was recorded). Use another checkpoint.",
-            fqn=name,
-            expected=str(expected),
-            actual=str(actual),
-        )
+        check_stored(job.tensor.name, job.source)
+        check_recorded(job.tensor.name, actual, expected)
 
 
 class _Pieces:
@@ -192,13 +197,30 @@ class _Item:
 class _Findings:
     """What all threads found; filled under a lock, once per unit."""
 
-    def __init__(self, fingerprinted: frozenset[str]) -> None:
-        self.fingerprinted = fingerprinted
+    def __init__(
+        self,
+        fingerprinted: Collection[str],
+        vouched: Collection[str],
+        proven: Collection[str],
+        *,
+        check_crcs: bool,
+    ) -> None:
+        self.fingerprinted = frozenset(fingerprinted)
+        self.vouched = frozenset(vouched)
+        self.settled = self.fingerprinted.union(vouched, proven)
+        """Names of tensors that need no CRCs of what they are read from."""
+        self._check_crcs = check_crcs
         self.items: dict[ByteRange, _Item] = {}
         self._lock = threading.Lock()
         self._outputs: dict[Job, _Pieces] = {}
         self._num_overflowed: dict[Job, int] = {}
         self._sums: dict[Job, Fingerprint] = {}
+
+    def needs_crc_in(self, job: Job) -> bool:
+        """Whether somebody wants the CRC of what is read: for its item, or because it is that of the output."""
+        is_kept = job.tensor.dtype == job.source.dtype
+        is_needed = self._check_crcs and job.tensor.name not in self.settled
+        return is_needed or (is_kept and job.tensor.name not in self.vouched)
 
     def add_copy(self, unit: CopyUnit, crc_in: int, crc_out: int, num_overflowed: int, sums: Fingerprint) -> None:
         job = unit.job
@@ -207,7 +229,7 @@ class _Findings:
             self._outputs.setdefault(job, _Pieces()).add(unit.start * size, unit.length * size, crc_out)
             self._num_overflowed[job] = self._num_overflowed.get(job, 0) + num_overflowed
             self._sums[job] = self._sums.get(job, Fingerprint()) + sums
-            if unit.item is not None:
+            if unit.item is not None and job.tensor.name not in self.settled:
                 start = unit.offset - unit.item.offset
                 length = unit.length * DTYPE_SIZES[job.source.dtype]
                 self.items.setdefault(unit.item, _Item(job)).in_passing.add(start, length, crc_in)
@@ -228,15 +250,7 @@ class _Findings:
             if actual is None:
                 raise AssertionError(f"{name!r}: the units of an item do not make it up")
             if actual != item.crc32:
-                raise DamagedCheckpointError(
-                    f"{item.path} is damaged: bytes {item.offset} to {item.offset + item.length}, which hold {name!r}, "
-                    f"have the CRC-32 {actual:08x}, {item.crc32:08x} was written. Use another checkpoint, or restore "
-                    "the file from a copy.",
-                    path=item.path,
-                    fqn=name,
-                    expected=item.crc32,
-                    actual=actual,
-                )
+                raise describe_damage(name, item, actual)
             num_checked += 1
         return num_checked, len(self.items) - num_checked
 
@@ -248,7 +262,7 @@ class _Findings:
         return CopiedTensor(
             tensor.name,
             job.file,
-            crc,
+            None if tensor.name in self.vouched else crc,
             self._num_overflowed.get(job, 0),
             self._sums.get(job, Fingerprint()) if tensor.name in self.fingerprinted else None,
         )
@@ -278,6 +292,7 @@ class _Copier:
         tensor, source = job.tensor, job.source
         size, out_size = DTYPE_SIZES[source.dtype], DTYPE_SIZES[tensor.dtype]
         has_sums = tensor.name in self._findings.fingerprinted
+        has_crc = self._findings.needs_crc_in(job)
         out_offset = job.offset + unit.start * out_size
         crc_in = crc_out = num_overflowed = 0
         sums = Fingerprint()
@@ -285,7 +300,8 @@ class _Copier:
             self._gather(unit)
         for first, count in cut(unit.length, BLOCK_BYTES // size):
             block = self._get_block(unit, first * size, count * size)
-            crc_in = crc32(block, crc_in)
+            if has_crc:
+                crc_in = crc32(block, crc_in)
             if has_sums:
                 sums += fingerprint_bytes(block, source.dtype, Run(unit.start + first, count), source.shape)
             if tensor.dtype != source.dtype:

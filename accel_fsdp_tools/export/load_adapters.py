@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ _EXPORTED = "exported_by_accel_fsdp_tools"
 
 def check_adapters(
     plan: Plan, staging: Path, *, model: Path | None, index: int | None, key: str | None, trust_remote_code: bool
-) -> str:
-    """Load an export of adapters, or with adapters merged, in a child process; return what was found, in words.
+) -> tuple[str, bool]:
+    """Load an export of adapters, or with them merged, in a child process; return what was found and if that is well.
 
     Args:
         plan: of the export.
@@ -56,12 +57,11 @@ def check_adapters(
     weights = next((each for each in places if any(each.glob("model*.safetensors"))), None)
     if config is None or (weights is None and not found.has_base):
         what = "there is no config.json" if config is None else "the weights are not in the checkpoint"
-        return f"not loaded: of the base model {what}; give --model a directory with both"
+        return f"not loaded: of the base model {what}; give --model a directory with both", True
     strange = next((each for each in found.adapters if changes_base(each)), None)
     if strange is not None:
-        return (
-            f"not loaded: PEFT would change the base model's weights once more ({strange.config['init_lora_weights']})"
-        )
+        reason = strange.config["init_lora_weights"]
+        return f"not loaded: PEFT would change the base model's weights once more ({reason})", True
     folders = {part.folder for part in plan.parts}
     described = {
         "adapters": [[each.name, each.name if each.name in folders else ""] for each in found.adapters],
@@ -76,7 +76,8 @@ def check_adapters(
     command = [sys.executable, "-m", __name__, str(staging), str(plan.selection.path), json.dumps(described)]
     check = read_answer(run_child(command), staging)
     is_rounded = plan.is_merged and check.difference not in (None, 0.0)
-    return f"{check}{' (a merged weight is rounded once more)' if is_rounded else ''}"
+    text = f"{check}{' (a merged weight is rounded once more)' if is_rounded else ''}"
+    return text, replace(check, difference=None).ok if is_rounded else check.ok
 
 
 def _find_named_base(found: AdapterSet) -> Path | None:

@@ -20,7 +20,9 @@ from ..errors import RankFailedError
 from ..extents import DiskTensor
 from .children import make_environment
 
-_MARK = "load check: "
+MARK = "load check: "
+"""Begins the line with what a child has found."""
+
 _SEQUENCE = 16
 
 
@@ -69,10 +71,13 @@ def check_load(
     return read_answer(run_child(command), out)
 
 
-def run_child(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a check in a process of its own, which finds this package where this process has found it."""
+def run_child(command: list[str], *, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a check in a process of its own, which finds this package where this process has found it.
+
+    `text` is what it can read from its standard input.
+    """
     return subprocess.run(  # noqa: S603 - this interpreter, and arguments that no shell sees
-        command, capture_output=True, text=True, check=False, env=make_environment()
+        command, input=text, capture_output=True, text=True, check=False, env=make_environment()
     )
 
 
@@ -82,7 +87,7 @@ def read_answer(done: subprocess.CompletedProcess[str], out: Path) -> LoadCheck:
     Raises:
         RankFailedError: it failed; the message carries what it said.
     """
-    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RankFailedError(
@@ -92,7 +97,7 @@ def read_answer(done: subprocess.CompletedProcess[str], out: Path) -> LoadCheck:
             what="loading the export",
             cause_message=done.stderr[-4000:],
         )
-    found = json.loads(lines[-1].removeprefix(_MARK))
+    found = json.loads(lines[-1].removeprefix(MARK))
     names = {each: tuple(found[each]) for each in ("missing", "unexpected", "mismatched")}
     return LoadCheck(found["class_name"], **names, difference=found["difference"], reason=found["reason"])
 
@@ -111,7 +116,7 @@ def _main() -> int:
 
 def answer(found: dict[str, Any]) -> None:
     """Print what a child has found, for `read_answer`."""
-    print(_MARK + json.dumps(found))
+    print(MARK + json.dumps(found))
 
 
 def _compare(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -293,6 +293,7 @@ def _merge(
         content,
         outputs=tuple((name, changed.get(name, tensor)) for name, tensor in content.outputs),
         fingerprints={name: each for name, each in content.fingerprints.items() if name not in changed},
+        converted=content.converted - changed.keys(),
         sources=_list_sources(content, changed, base, selection, adapters),
         findings=(*content.findings, Finding("merged", Severity.NOTE, message), *_judge_ties(updates, base)),
         is_untied=content.is_untied or is_untied,

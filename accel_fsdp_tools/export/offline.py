@@ -11,7 +11,8 @@ from pathlib import Path
 from ..background import wait_alone
 from ..errors import UsageError
 from ..files import fsync_directory, write_json_durably
-from ..findings import Finding
+from ..findings import Finding, Severity
+from ..fingerprint import Fingerprint
 from ..meter import Progress
 from .companions import Companions, resolve_model, write_companions
 from .content import Choices
@@ -22,11 +23,10 @@ from .outputs import MAX_SHARD_SIZE, parse_size
 from .plans import Part, Plan, Request, make_plan
 from .proof import list_expected, prove_output, prove_tensors
 from .report import ExportReport
-from .settling import DTYPES, build_report, find_overflows, write_rest
+from .settling import DTYPES, PROOFS, build_report, find_overflows, write_rest
 from .target import REPORT_NAME, check_space, check_target, replacing
 from .workers import count_threads
 
-PROOFS = ("output", "load", "off")
 STATES = ("model", "optimizer")
 _MERGE_BYTES = 20 << 20  # per thread; the matrices of one layer's adapter come on top
 
@@ -116,11 +116,12 @@ def export_checkpoint(
     if verify == "load":
         _check_loadable(plan)
     check_space(target, plan.size_bytes)
-    seconds = {"plan": time.monotonic() - started}
+    seconds = {"plan": time.monotonic() - started - plan.describe_s, "architecture": plan.describe_s}
     if dry_run:
         return _report(plan, target, {}, seconds, (), count_threads(num_threads))
     with replacing(target) as staging:
         proofs, overflows = {}, {}
+        failures: tuple[Finding, ...] = ()
         for part in plan.parts:
             proofs[part.folder], more = _write_part(part, staging, verify, seconds, num_threads, progress)
             overflows.update(more)
@@ -128,8 +129,10 @@ def export_checkpoint(
         write_companions(staging, plan.companions)
         if verify == "load":
             with _timed(seconds, "load"):
-                proof["load"] = _check_load(plan, staging, request)
-        done = _report(plan, target, proof, seconds, find_overflows(overflows), None)
+                proof["load"], is_loadable = _check_load(plan, staging, request)
+            if not is_loadable:
+                failures = (Finding("load", Severity.FAILURE, proof["load"]),)
+        done = _report(plan, target, proof, seconds, (*find_overflows(overflows), *failures), None)
         if report:
             write_json_durably(staging / REPORT_NAME, done.to_dict())
     return done
@@ -183,7 +186,7 @@ def _write_part(
         directory.mkdir()
         fsync_directory(directory.parent)
     with _timed(seconds, "copy"):
-        copied = _copy(part, directory, num_threads, progress)
+        copied = _copy(part, directory, verify, num_threads, progress)
     proof = _describe_source(part, copied)
     if verify == "off":
         proof["output"] = "not read again (verify=off)"
@@ -195,27 +198,35 @@ def _write_part(
     return proof, {f"{where}{name}": each.num_overflowed for name, each in copied.tensors.items()}
 
 
-def _copy(part: Part, directory: Path, num_threads: int | None, progress: Progress | None) -> CopyResult:
+def _copy(part: Part, directory: Path, verify: str, num_threads: int | None, progress: Progress | None) -> CopyResult:
     sources = part.content.sources.values()
     prove_tensors(
         [tensor for tensor, _ in sources],
         {tensor.fqn: fingerprint for tensor, fingerprint in sources},
         num_threads=num_threads,
     )
-    cast = {output.name for output in part.outputs if output.dtype != output.source.dtype}
+    # What keeps its dtype has one fingerprint from the live model to the output: it is summed when that is read again.
+    vouched = _find_kept(part) if verify != "off" else {}
     return copy_tensors(
         part.files,
         directory,
         num_threads=num_threads,
-        fingerprints={name: each for name, each in part.content.fingerprints.items() if name in cast},
+        fingerprints={name: each for name, each in part.content.fingerprints.items() if name not in vouched},
+        vouched=vouched,
+        proven=part.content.converted,
         progress=progress,
     )
 
 
-def _prove(part: Part, directory: Path, copied: CopyResult, num_threads: int | None) -> str:
+def _find_kept(part: Part) -> dict[str, Fingerprint]:
+    """Return the fingerprints of tensors that are written as they are."""
     kept = {output.name for output in part.outputs if output.dtype == output.source.dtype}
-    known = {name: each for name, each in part.content.fingerprints.items() if name in kept}
-    proof = prove_output(directory, part.files, list_expected(copied, known), num_threads=num_threads)
+    return {name: each for name, each in part.content.fingerprints.items() if name in kept}
+
+
+def _prove(part: Part, directory: Path, copied: CopyResult, num_threads: int | None) -> str:
+    expected = list_expected(copied, _find_kept(part))
+    proof = prove_output(directory, part.files, expected, num_threads=num_threads)
     return (
         f"{proof.num_tensors} tensors read again from the output: {proof.num_fingerprints} compared with the "
         f"fingerprints of the live model, {proof.num_tensors - proof.num_fingerprints} with what was read and cast"
@@ -229,6 +240,9 @@ def _describe_source(part: Part, copied: CopyResult) -> dict[str, str]:
         + (f"; {without} carry none" if without else "")
     }
     known = part.content.fingerprints.keys()
+    settled = len(known) + len(part.content.converted)
+    if settled:
+        proof["crc"] += f"; {settled} tensors have fingerprints, which prove more, and need none"
     sources = len(part.content.sources)
     if not known and not sources:
         proof["fingerprints"] = "none were recorded when this was saved"
@@ -249,10 +263,11 @@ def _join_proofs(proofs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     return {key: "; ".join(f"{folder or '.'}: {proof[key]}" for folder, proof in proofs.items()) for key in keys}
 
 
-def _check_load(plan: Plan, staging: Path, request: Request) -> str:
+def _check_load(plan: Plan, staging: Path, request: Request) -> tuple[str, bool]:
     path, trusted = plan.selection.path, request.choices.trust_remote_code
     if plan.adapters is None:
-        return str(check_load(staging, path, index=request.index, key=request.key, trust_remote_code=trusted))
+        check = check_load(staging, path, index=request.index, key=request.key, trust_remote_code=trusted)
+        return str(check), check.ok
     model = None if request.model is None else resolve_model(request.model)
     return check_adapters(plan, staging, model=model, index=request.index, key=request.key, trust_remote_code=trusted)
 

@@ -8,7 +8,7 @@ stored otherwise is gathered, and its items are read once more for their CRCs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -123,17 +123,20 @@ def _check_source(tensor: OutputTensor, source: DiskTensor) -> None:
         )
 
 
-def plan_units(jobs: Sequence[Job], *, check_crcs: bool, gather_bytes: int) -> Iterator[Unit]:
-    """Yield the units of all tensors, then those that only complete the CRCs.
+def plan_units(
+    jobs: Sequence[Job], *, check_crcs: bool, gather_bytes: int, settled: Container[str] = ()
+) -> Iterator[Unit]:
+    """Yield the units of all tensors, then those that only complete the CRCs (but for tensors in `settled`).
 
     In the order of the output, so that what is written next lies beside what was written last. Units are small
     enough (32 MiB) for the threads to end together whatever the tensors' sizes. An iterator: the bytes of chunks are
     looked up while others are copied.
     """
     ledger = _Ledger()
+    unchecked = _Ledger()
     for job in jobs:
         try:
-            yield from _plan_tensor(job, ledger, gather_bytes)
+            yield from _plan_tensor(job, unchecked if job.tensor.name in settled else ledger, gather_bytes)
         except AccelFsdpError as error:  # of looking an item up
             raise name_tensor(error, job.tensor.name) from error
     if check_crcs:

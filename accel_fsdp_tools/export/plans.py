@@ -6,6 +6,7 @@ One directory, except for several adapters, which PEFT keeps in a directory each
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,7 @@ class Plan:
         adapters: those that are exported, or merged.
         base: the directory of the base model that they are merged into, if there is one.
         is_merged: they are merged.
+        describe_s: how long it took to find out about the architecture, mostly in a child process where it did.
     """
 
     selection: Selection
@@ -76,6 +78,7 @@ class Plan:
     adapters: AdapterSet | None = None
     base: Path | None = None
     is_merged: bool = False
+    describe_s: float = 0.0
 
     @property
     def size_bytes(self) -> int:
@@ -99,15 +102,18 @@ def make_plan(request: Request) -> Plan:
     for option, value in (("--adapter", request.adapter), ("--merge-adapter", request.merge_adapter)):
         if value is not None:
             raise UsageError(f"{option} is given, and {request.path} holds no adapters.", path=str(request.path))
+    started = time.monotonic()
     facts = (
         describe_from_config(model, trust_remote_code=request.choices.trust_remote_code)
         if is_flat and model is not None
         else find_facts(selection, model, request.choices)
     )
+    describe_s = time.monotonic() - started
     content = collect_model(selection, facts, request.choices)
     if request.base is not None and request.only is not None:
         content = take_from_base(content, resolve_model(request.base, weights=True), request.only)
-    return _finish(request, selection, {"": content}, _find_companions(selection, content, model))
+    plan = _finish(request, selection, {"": content}, _find_companions(selection, content, model))
+    return dataclasses.replace(plan, describe_s=describe_s)
 
 
 def _select(request: Request, model: Path | None) -> tuple[Selection, bool]:

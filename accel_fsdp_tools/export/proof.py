@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +22,11 @@ from ..formats.gathering import split_part
 from ..formats.reading import FileCache, read_blocks
 from ..formats.safetensors_reader import read_safetensors
 from ..meter import Meter, Progress
-from .copying import CopyResult, check_recorded
+from .computed import Source
+from .copying import CopyResult
 from .outputs import OutputFile
 from .planning import BLOCK_BYTES, UNIT_BYTES, cut, find_start, get_gather_bytes
+from .source_checks import check_recorded, check_stored
 from .workers import count_threads, run_units
 
 _ADVICE = "The storage does not keep what is written, or something else writes there. Export again, to another place."
@@ -34,7 +36,7 @@ _ADVICE = "The storage does not keep what is written, or something else writes t
 class Expected:
     """What a tensor's bytes in the output should be: a fingerprint where there is one, else a CRC-32."""
 
-    crc32: int
+    crc32: int | None
     fingerprint: Fingerprint | None = None
 
 
@@ -113,6 +115,8 @@ def prove_tensors(
     )
     run_units(units, enter_reader, threads)
     for tensor in known:
+        if sums[tensor.fqn] != fingerprints[tensor.fqn]:
+            check_stored(tensor.fqn, tensor)
         check_recorded(tensor.fqn, sums[tensor.fqn], fingerprints[tensor.fqn])
     return len(known)
 
@@ -140,7 +144,8 @@ def prove_output(
 ) -> ProofResult:
     """Read all files again and compare names, dtypes, shapes and values with what they should be.
 
-    From the page cache, mostly: it proves what was written, not that the storage will keep it. Not collective.
+    From the page cache, mostly: it proves what was written, not that the storage will keep it. Where a fingerprint is
+    another, the checkpoint is looked at again, to tell whether it is the source that is wrong. Not collective.
 
     Args:
         directory: where they are.
@@ -167,8 +172,9 @@ def prove_output(
             yield _Reader(cache, expected, meter, found, lock)
 
     run_units(_plan(tensors), enter_reader, count_threads(num_threads))
+    sources = {tensor.name: tensor.source for file in files for tensor in file.tensors}
     for tensor in tensors:
-        _compare(tensor, expected[tensor.fqn], found[tensor.fqn], directory)
+        _compare(tensor, expected[tensor.fqn], found[tensor.fqn], directory, sources[tensor.fqn])
     num_fingerprints = sum(expected[tensor.fqn].fingerprint is not None for tensor in tensors)
     return ProofResult(len(tensors), num_fingerprints, sum(tensor.size_bytes for tensor in tensors))
 
@@ -277,7 +283,11 @@ class _Reader:
 
 
 def _compare(
-    tensor: DiskTensor, expected: Expected, found: list[tuple[int, int, int, Fingerprint]], directory: Path
+    tensor: DiskTensor,
+    expected: Expected,
+    found: list[tuple[int, int, int, Fingerprint]],
+    directory: Path,
+    source: Source,
 ) -> None:
     wanted: object
     actual: object
@@ -287,8 +297,12 @@ def _compare(
         crc = 0
         for _, length, each, _ in sorted(found, key=lambda one: one[0]):
             crc = combine_crc32(crc, each, length)
+        if expected.crc32 is None:
+            raise ValueError(f"{tensor.fqn!r} is to be compared, and there is nothing to compare it with")
         wanted, actual = f"{expected.crc32:08x}", f"{crc:08x}"
     if wanted != actual:
+        if expected.fingerprint is not None and isinstance(source, DiskTensor):
+            prove_tensors([replace(source, fqn=tensor.fqn)], {tensor.fqn: expected.fingerprint})
         path = tensor.extents[0].bytes.path if tensor.extents else str(directory)
         raise DamagedCheckpointError(
             f"{path}: {tensor.fqn!r} is not what was read from the checkpoint (its "

@@ -20,6 +20,7 @@ from .outputs import OutputFile, OutputTensor, build_index
 from .report import ExportReport
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "keep": None, "config": None}
+PROOFS = ("output", "load", "off")
 _BYTES_PER_S = 0.8e9  # for estimates
 
 

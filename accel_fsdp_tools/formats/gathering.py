@@ -53,19 +53,13 @@ def gather(
     Memory: 1 MiB where the elements must be turned around, nothing otherwise.
     """
     path, start = extent.bytes.path, extent.offset
-    if isinstance(common, Run):
-        # Only two runs meet in a run, and each lies in one piece.
-        source, places = _Grid.of(extent.part, (1,)), _Grid.of(part, (1,))
-        begin = common.start - places.base
-        view = target[begin * size : (begin + common.length) * size]
-        files.read_into(path, start + (common.start - source.base) * size, view)
+    straight = find_straight(extent, common, part, shape)
+    if straight is not None or isinstance(common, Run):
+        assert straight is not None  # noqa: S101
+        at, begin = straight
+        files.read_into(path, start + at * size, target[begin * size : (begin + common.numel) * size])
         return
     source, places = _Grid.of(extent.part, shape, extent.strides), _Grid.of(part, shape)
-    if is_row_major(common.sizes, source.strides) and is_row_major(common.sizes, places.strides):
-        begin = places.locate(common.offsets)
-        view = target[begin * size : (begin + common.numel) * size]
-        files.read_into(path, start + source.locate(common.offsets) * size, view)
-        return
     # In the order of the file: the dimension with the longest steps first.
     order = sorted(range(len(shape)), key=lambda dim: -source.strides[dim])
     back = sorted(range(len(shape)), key=order.__getitem__)
@@ -80,6 +74,20 @@ def gather(
             _read_stretch(files, path, at, step, size, block[position : position + count * size])
             position += count * size
         _scatter(block, piece.sizes, back, box, places, size, target)
+
+
+def find_straight(extent: Extent, common: Part, part: Part, shape: Shape) -> tuple[int, int] | None:
+    """Return at which element of an extent and of a part their common ones begin, if they are consecutive in both.
+
+    Arguments as for `gather`.
+    """
+    if isinstance(common, Run):
+        # Only two runs meet in a run, and each lies in one piece.
+        return common.start - _Grid.of(extent.part, (1,)).base, common.start - _Grid.of(part, (1,)).base
+    source, places = _Grid.of(extent.part, shape, extent.strides), _Grid.of(part, shape)
+    if is_row_major(common.sizes, source.strides) and is_row_major(common.sizes, places.strides):
+        return source.locate(common.offsets), places.locate(common.offsets)
+    return None
 
 
 def _permute(box: Box, order: list[int]) -> Box:

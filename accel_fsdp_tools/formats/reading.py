@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import DamagedCheckpointError
 from ..extents import DTYPE_SIZES, Box, ByteRange, DiskTensor, Part, check_coverage, get_whole
 from .file_cache import FileCache
-from .gathering import gather, split_part
+from .gathering import find_straight, gather, split_part
 
-__all__ = ["BLOCK_BYTES", "FileCache", "check_item", "read_array", "read_blocks", "read_into", "read_part"]
+__all__ = [
+    "BLOCK_BYTES",
+    "FileCache",
+    "Stretch",
+    "check_item",
+    "compute_crc32",
+    "find_stretches",
+    "read_array",
+    "read_blocks",
+    "read_into",
+    "read_part",
+]
 
 BLOCK_BYTES = 1 << 20
 STRIDED_BLOCK_BYTES = 1 << 24  # of what is stored column by column, few rows would be many short stretches
@@ -47,6 +58,34 @@ def read_into(tensor: DiskTensor, part: Part, target: memoryview, *, files: File
     if len(target) != part.numel * size:
         raise ValueError(f"{len(target)} bytes for {part.numel} elements of {size}")
     _fill(tensor, part, _find_tiles(tensor, part), target, files)
+
+
+class Stretch(NamedTuple):
+    """Bytes of a file that are consecutive bytes of a part, too, from byte `begin` of it on."""
+
+    path: str
+    offset: int
+    begin: int
+    length: int
+
+
+def find_stretches(tensor: DiskTensor, part: Part) -> list[Stretch] | None:
+    """Return the few stretches that a part's row-major bytes lie in; None if they are scattered.
+
+    Raises:
+        DamagedCheckpointError: as `read_part`.
+    """
+    size = DTYPE_SIZES[tensor.dtype]
+    stretches = []
+    for index, commons in _find_tiles(tensor, part):
+        extent = tensor.extents[index]
+        for common in commons:
+            straight = find_straight(extent, common, part, tensor.shape)
+            if straight is None:
+                return None
+            at, begin = straight
+            stretches.append(Stretch(extent.bytes.path, extent.offset + at * size, begin * size, common.numel * size))
+    return stretches
 
 
 def _fill(
@@ -105,8 +144,11 @@ def check_item(item: ByteRange, *, files: FileCache | None = None, buffer: bytea
     Raises:
         CheckpointIncompleteError, DamagedCheckpointError: the file is missing or cut off.
     """
-    if item.crc32 is None:
-        return None
+    return None if item.crc32 is None else compute_crc32(item, files=files, buffer=buffer) == item.crc32
+
+
+def compute_crc32(item: ByteRange, *, files: FileCache | None = None, buffer: bytearray | None = None) -> int:
+    """Return the CRC-32 of a whole stored item. Memory and exceptions: as `check_item`."""
     buffer = bytearray(min(BLOCK_BYTES, max(item.length, 1))) if buffer is None else buffer
     view = memoryview(buffer)
     crc32 = 0
@@ -116,7 +158,7 @@ def check_item(item: ByteRange, *, files: FileCache | None = None, buffer: bytea
             block = view[: min(len(buffer), item.length - start)]
             cache.read_into(item.path, item.offset + start, block)
             crc32 = zlib.crc32(block, crc32)
-    return crc32 == item.crc32
+    return crc32
 
 
 _NUMPY_DTYPES = {"bfloat16": "uint16", "complex32": "uint32"}

@@ -27,9 +27,7 @@ class StateFile:
         archive = _open_zip(window)
         self.label = window.label
         self.range = ByteRange(str(window.path), window.offset, window.length)
-        self.value = load_pickle(
-            archive.read("data.pkl"), where=f"{window.label}, entry data.pkl", path=str(window.path)
-        )
+        self.value = _load(archive.read("data.pkl"), window)
         self._payloads = _locate_storages(archive, self.value)
 
     @property
@@ -60,6 +58,20 @@ def open_state_file(path: str | Path) -> StateFile:
     """
     with open_window(Path(path).absolute()) as window:
         return StateFile(window)
+
+
+_MAX_KNOWN = 1000
+_known: dict[bytes, TensorRef] = {}
+
+
+def _load(data: bytes, window: Window) -> Any:
+    """Return what a pickle holds. That of a lone tensor is kept: those of tensors of one shape are the same bytes."""
+    if data in _known:
+        return _known[data]
+    value = load_pickle(data, where=f"{window.label}, entry data.pkl", path=str(window.path))
+    if type(value) is TensorRef and len(_known) < _MAX_KNOWN:
+        _known[data] = value
+    return value
 
 
 def _open_zip(window: Window) -> TorchZip:

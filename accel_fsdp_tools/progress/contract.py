@@ -32,6 +32,10 @@ def get_num_processes(loader: Any) -> int:
         if isinstance(getattr(owner, "num_processes", None), int):
             return int(owner.num_processes)
     state = loader.__dict__.get("state")  # Dispatcher
+    if state is None and is_iterable(loader):  # each process has shards of its own, and nothing in the loader says so
+        from accelerate.state import PartialState
+
+        state = PartialState()
     return int(getattr(state, "num_processes", 1))
 
 

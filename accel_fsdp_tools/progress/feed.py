@@ -11,7 +11,7 @@ import warnings
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..errors import DataProgressError, DataProgressWarning
@@ -30,6 +30,8 @@ class IndexFeed:
         self.was_started = False
         self._digest = 0
         self._num_to_skip = 0
+        self._undelivered: frozenset[int] = frozenset()
+        self._kept: deque[Any] = deque()
         self._expected_digest: int | None = None
         self._strict = True
         self._indices: Iterator[Any] | None = None
@@ -39,6 +41,7 @@ class IndexFeed:
         self,
         *,
         num_to_skip: int = 0,
+        undelivered: Sequence[int] = (),
         expected_digest: int | None = None,
         strict: bool = True,
         before_iter: Callable[[], None] | None = None,
@@ -46,6 +49,8 @@ class IndexFeed:
         """Get ready for a pass that begins after `num_to_skip` batches.
 
         Args:
+            undelivered: batches among those drawn that were not handed out: they come first. Skipping draws so many
+                batches more.
             expected_digest: what the checksum of the skipped batches has to be; None if not known.
             strict: raise if it is another one, instead of warning.
             before_iter: called each time before the sampler is asked for its iterator.
@@ -53,7 +58,9 @@ class IndexFeed:
         self.was_started = False
         self._before_iter = before_iter
         self._digest = 0
-        self._num_to_skip = num_to_skip
+        self._num_to_skip = num_to_skip + (len(undelivered) if num_to_skip else 0)
+        self._undelivered = frozenset(undelivered)
+        self._kept.clear()
         self._expected_digest = expected_digest
         self._strict = strict
         self._indices = None
@@ -88,22 +95,34 @@ class IndexFeed:
                     actual=number,
                 ) from None
             self._digest = extend_digest(self._digest, batch)
-        if self._expected_digest is not None and self._digest != self._expected_digest:
-            text = (
-                f"the first {num_to_skip} batches of the epoch are not those that were handed out before the save: "
-                "the sampler's order depends on something that is not saved. Draw it from a generator kept as an "
-                "attribute of the sampler, not from the global one while iterating, and keep the dataset as it was."
-            )
-            if self._strict:
-                raise DataProgressError(text, expected=self._expected_digest, actual=self._digest)
-            warnings.warn(text, DataProgressWarning, stacklevel=2)
+            if number in self._undelivered:
+                self._kept.append(batch)
+        self.check_digest(self._digest, self._expected_digest, num_to_skip, strict=self._strict)
+
+    def check_digest(self, digest: int | None, expected: int | None, num_batches: int, *, strict: bool) -> None:
+        """Raise DataProgressError (or warn) unless what was skipped is what had been handed out."""
+        if expected is None or digest == expected:
+            return
+        text = (
+            f"the first {num_batches} batches of the epoch are not those that were handed out before the save: "
+            "the sampler's order depends on something that is not saved. Draw it from a generator kept as an "
+            "attribute of the sampler, not from the global one while iterating, and keep the dataset as it was."
+        )
+        if strict:
+            raise DataProgressError(text, expected=expected, actual=digest)
+        warnings.warn(text, DataProgressWarning, stacklevel=2)
 
     def draw(self, indices: Iterator[Any]) -> Any:
         """The next batch of indices."""
         if self._num_to_skip:
             self.skip(indices)
+        if self._kept:
+            return self._deliver(self._kept.popleft())
         batch = next(indices)
         self._digest = extend_digest(self._digest, batch)
+        return self._deliver(batch)
+
+    def _deliver(self, batch: Any) -> Any:
         self.drawn.append((self._digest, len(batch) if hasattr(batch, "__len__") else 1))
         return batch
 

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from .session import RestoreSession
 
 _KEY = "_accel_fsdp_tools_follower"
-_SKIPPER_READS = "synchronized_generator"  # skip_first_batches copies it from the loader
+_SKIPPER, _SKIPPER_READS = "skip_first_batches", "iteration"  # Accelerate's function copies it from a loader
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class Pass:
@@ -38,6 +42,7 @@ class Pass:
         self.is_exhausted = False  # nothing is left behind the batch in hand
         self.is_over = False
         self.is_void = False  # progress was restored, or another pass began: this one must not go on
+        self.undo_hook: Callable[[], None] = _do_nothing  # what was put in the loader's way until the pass is over
         self.holders: Holders = ()
         self.failure: int | None = None
 
@@ -85,6 +90,11 @@ class Follower:
         """The loader that is followed."""
         return self._loader()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the loader will go on in the middle of a pass when it is iterated next."""
+        return False
+
     # What the loader calls
 
     def iterate(self, loader: Any, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -96,7 +106,7 @@ class Follower:
             for batch in start():
                 if this.is_void:
                     raise _make_void_error()
-                self._count(this)
+                self._count(this, batch)
                 yield batch
             this.is_exhausted = True
         except GeneratorExit:
@@ -109,7 +119,7 @@ class Follower:
             self._close(loader, this)
 
     def note_derived_loader(self) -> None:
-        """Somebody reads what `skip_first_batches` copies. Matters only to a follower with a restored position."""
+        """`skip_first_batches` is copying the loader: an error where a restored position waits in it."""
 
     def _open(self, loader: Any) -> Pass | None:
         """A pass begins; None if it has nothing to deliver."""
@@ -121,7 +131,7 @@ class Follower:
     def _make_pass(self, loader: Any) -> Pass:
         return Pass(loader)
 
-    def _count(self, this: Pass) -> None:
+    def _count(self, this: Pass, batch: Any) -> None:
         this.count_batch(None, 1)
 
     def _close(self, loader: Any, this: Pass) -> None:
@@ -188,7 +198,7 @@ class Follower:
             iteration=this.iteration if this is not None else int(getattr(self.loader, "iteration", 0)),
         )
 
-    def validate(self, saved: LoaderProgress) -> None:
+    def validate(self, saved: LoaderProgress, data_resume: str) -> None:
         """Raise DataProgressError if `saved` cannot be put into this loader; changes nothing."""
 
     def restore(self, saved: LoaderProgress, session: RestoreSession) -> LoaderOutcome:
@@ -259,16 +269,17 @@ def _make_followed_class(cls: Any) -> type:
         start = functools.partial(cls.__iter__, self)
         return start() if follower is None else follower.iterate(self, start)
 
-    def read_generator(self: Any) -> Any:
-        follower = get_follower(self)
-        if follower is not None:
-            follower.note_derived_loader()
+    def read_iteration(self: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == _SKIPPER:
+            follower = get_follower(self)
+            if follower is not None:
+                follower.note_derived_loader()
         try:
             return self.__dict__[_SKIPPER_READS]
         except KeyError:
             raise AttributeError(_SKIPPER_READS) from None
 
-    def write_generator(self: Any, value: Any) -> None:
+    def write_iteration(self: Any, value: Any) -> None:
         self.__dict__[_SKIPPER_READS] = value
 
     return type(
@@ -279,6 +290,6 @@ def _make_followed_class(cls: Any) -> type:
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
-            _SKIPPER_READS: property(read_generator, write_generator),
+            _SKIPPER_READS: property(read_iteration, write_iteration),
         },
     )

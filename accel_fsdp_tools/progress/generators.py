@@ -246,12 +246,17 @@ def find_generators(loader: Any) -> list[FoundGenerator]:
 def walk(loader: Any) -> Iterator[tuple[Path, Any, bool]]:
     """Yield (path, object, reached through a sampler) for what can be reached from a loader, within limits.
 
-    Breadth first, so that the shortest path wins. Samplers refer to the dataset: it is left to the second round.
+    Breadth first, so that the shortest path wins. Samplers refer to the dataset: it is left to the second round. A
+    stream is its own sampler.
     """
+    from torch.utils.data import IterableDataset
+
     parts = get_parts(loader)
+    is_stream = isinstance(parts["dataset"], IterableDataset)
     seen: set[int] = set()
-    for names, in_sampler in ((SAMPLER_ROOTS, True), (DATA_ROOTS, False)):
-        if in_sampler:
+    rounds = (((*SAMPLER_ROOTS, *DATA_ROOTS[:1]), True), (DATA_ROOTS[1:], False))
+    for names, in_sampler in rounds if is_stream else ((SAMPLER_ROOTS, True), (DATA_ROOTS, False)):
+        if in_sampler and not is_stream:
             seen.add(id(parts["dataset"]))
         else:
             seen.discard(id(parts["dataset"]))

@@ -11,9 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from .contract import is_iterable
+from .dispatch import DispatchFollower
 from .exact import ExactFollower
 from .follow import Follower
 from .records import PassState
+from .stateful import (
+    StatefulDispatchFollower,
+    StatefulFollower,
+    StatefulStreamDispatchFollower,
+    StatefulStreamFollower,
+    is_stateful,
+    speaks_for_workers,
+)
+from .streams import StreamDispatchFollower, StreamFollower, has_state
 
 
 @dataclass(frozen=True)
@@ -48,41 +58,61 @@ def _is_dispatcher(loader: Any) -> bool:
 
 
 def _explain_workers(loader: Any, state: PassState) -> str | None:
+    if not loader.num_workers:
+        return None
     if not getattr(loader, "in_order", True):
-        return "in_order=False: the order in which workers deliver is not reproducible"
+        return _explain_disorder(loader)
     if getattr(loader, "persistent_workers", False):
         return (
             f"the random state of its {loader.num_workers} persistent workers is not saved; the order of the "
-            "batches is exact"
+            'batches is exact. With persistent_workers=False and data_resume="replay" what workers draw is exact too'
         )
     if state == "running":
         return (
             f"saved in the middle of a pass: the random state of its {loader.num_workers} workers is not saved; the "
-            "order of the batches is exact, and so are saves between passes"
+            'order of the batches is exact, and so are saves between passes. data_resume="replay" reads what was '
+            "handed out again, and what workers draw is exact too"
         )
     return None
 
 
+def _explain_disorder(loader: Any) -> str:
+    return (
+        f"in_order=False: the order in which its {loader.num_workers} workers deliver is not reproducible, nor what "
+        "they draw; every sample is seen once in its epoch. in_order=True is exact"
+    )
+
+
+def _is_unordered_stream(loader: Any) -> bool:
+    return is_iterable(loader) and loader.num_workers > 0 and not getattr(loader, "in_order", True)
+
+
+def _explain_stream(loader: Any, state: PassState) -> str | None:
+    if loader.num_workers and getattr(loader, "persistent_workers", False):
+        return (
+            f"the random state of its {loader.num_workers} persistent workers is not saved; what comes is exact as far "
+            "as it is not random. persistent_workers=False is exact"
+        )
+    return None  # it is read again, by workers that draw what they drew
+
+
+def _explain_stateful(loader: Any, state: PassState) -> str | None:
+    if has_state(loader.dataset):
+        return "the state of a dataset with indices (its state_dict) is not restored; the order of the batches is exact"
+    return _explain_workers(loader, state)
+
+
+def _explain_stateful_stream(loader: Any, state: PassState) -> str | None:
+    if state == "running" and speaks_for_workers(loader):
+        return _explain_workers(loader, state)
+    return _explain_stream(loader, state)
+
+
 KINDS: tuple[LoaderKind, ...] = (
     LoaderKind(
-        name="stateful",
-        matches=lambda loader: bool(getattr(loader, "use_stateful_dataloader", False)),
-        explain=lambda loader, state: "the position of a stateful dataloader is not restored by this version",
-        follow=Follower,
-    ),
-    LoaderKind(
-        name="dispatcher",
-        matches=_is_dispatcher,
-        explain=lambda loader, state: (
-            "the position of a loader with dispatch_batches is not restored by this version; "
-            "DataLoaderConfiguration(dispatch_batches=False) is, for a dataset with a length"
-        ),
-        follow=Follower,
-    ),
-    LoaderKind(
-        name="iterable",
-        matches=is_iterable,
-        explain=lambda loader, state: "the position in an iterable dataset is not restored by this version",
+        name="tensor_parallel_dispatcher",
+        matches=lambda loader: _is_dispatcher(loader) and getattr(loader, "submesh_tp", None) is not None,
+        explain=lambda loader, state: "dispatch_batches under tensor parallelism is not restored by this version",
         follow=Follower,
     ),
     LoaderKind(
@@ -90,6 +120,57 @@ KINDS: tuple[LoaderKind, ...] = (
         matches=lambda loader: bool(getattr(loader, "skip_batches", 0)),
         explain=lambda loader, state: "a loader that skips batches in every pass is not restored by this version",
         follow=Follower,
+    ),
+    LoaderKind(
+        name="unordered_stream",
+        matches=_is_unordered_stream,
+        explain=lambda loader, state: (
+            "in_order=False over an iterable dataset: which of its samples were handed out is not known. in_order=True "
+            "is exact"
+        ),
+        follow=Follower,
+    ),
+    LoaderKind(
+        name="stateful_stream_dispatcher",
+        matches=lambda loader: is_stateful(loader) and _is_dispatcher(loader) and is_iterable(loader),
+        explain=_explain_stateful_stream,
+        follow=StatefulStreamDispatchFollower,
+    ),
+    LoaderKind(
+        name="stateful_stream",
+        matches=lambda loader: is_stateful(loader) and _is_shard(loader) and is_iterable(loader),
+        explain=_explain_stateful_stream,
+        follow=StatefulStreamFollower,
+    ),
+    LoaderKind(
+        name="stateful_dispatcher",
+        matches=lambda loader: is_stateful(loader) and _is_dispatcher(loader),
+        explain=_explain_stateful,
+        follow=StatefulDispatchFollower,
+    ),
+    LoaderKind(
+        name="stateful",
+        matches=lambda loader: is_stateful(loader) and _is_shard(loader),
+        explain=_explain_stateful,
+        follow=StatefulFollower,
+    ),
+    LoaderKind(
+        name="stream_dispatcher",
+        matches=lambda loader: _is_dispatcher(loader) and is_iterable(loader),
+        explain=_explain_stream,
+        follow=StreamDispatchFollower,
+    ),
+    LoaderKind(
+        name="stream",
+        matches=lambda loader: _is_shard(loader) and is_iterable(loader),
+        explain=_explain_stream,
+        follow=StreamFollower,
+    ),
+    LoaderKind(
+        name="dispatcher",
+        matches=_is_dispatcher,
+        explain=_explain_workers,
+        follow=DispatchFollower,
     ),
     LoaderKind(
         name="workers",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,10 +57,16 @@ class Moment:
             except ValueError as error:
                 raise _make_error(path, str(error)) from error
 
-    def restore_generators(self, loader: Any) -> None:
-        """Put the loader's own generators back, making those that do not exist yet."""
+    def restore_generators(self, loader: Any, *, but_not: Collection[str] = ()) -> None:
+        """Put the loader's own generators back, making those that do not exist yet.
+
+        Args:
+            but_not: parts of the loader ("sampler", ...) whose generators are left as they are.
+        """
         places = Places(loader)
-        found = [(path, state, _find(places, path)) for path, state in self.generators.items()]
+        found = [
+            (path, state, _find(places, path)) for path, state in self.generators.items() if path[0] not in but_not
+        ]
         for path, state, place in found:
             try:
                 if place.value is None:

@@ -25,7 +25,7 @@ from .generators import MAX_DEPTH, Path, format_path, get_parts, has_parts, is_d
 
 MISSING: Any = object()
 
-_LIBRARIES = ("torch.", "accelerate.")
+_LIBRARIES = ("torch.", "accelerate.", "datasets.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from ..errors import DataProgressError
 from .attributes import AttributeStates
 from .moments import Moment
+from .values import PlainValue
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +23,8 @@ Status = Literal["restored", "approximate", "absent"]
 _COUNTS = ("index", "epoch", "batch", "samples", "samples_before_epoch", "iteration")
 _LARGEST_COUNT = (1 << 53) - 1  # samplers add some of these to a seed of 64 bits
 _LARGEST_DIGEST = (1 << 32) - 1
+# What records of before these fields existed are read with.
+_LATER_FIELDS: dict[str, Any] = {"replayable": False, "next_digest": None, "undelivered": [], "values": {}}
 _MOMENTS = {"idle": {"now"}, "running": {"epoch_start", "before_fetch", "now"}, "exhausted": {"now"}}
 
 
@@ -83,6 +87,11 @@ class LoaderProgress:
         attributes: state that samplers keep besides generators, when the pass began and at the save.
         proof: what proves that the order is the saved one where this record was made of those of another number of
             ranks (`carry.py`). Not saved.
+        replayable: whether reading the pass from its beginning again makes an inexact record exact.
+        next_digest: checksum of the batch that had been fetched ahead (`batches.py`), None where not known.
+        undelivered: numbers of batches whose indices were drawn before others' that were handed out already
+            (`in_order=False`).
+        values: other plain state, such as that of a stream before the fetch that is one ahead.
     """
 
     index: int
@@ -103,6 +112,10 @@ class LoaderProgress:
     moments: Mapping[str, Moment] = field(default_factory=dict)
     attributes: Mapping[str, AttributeStates] = field(default_factory=dict)
     proof: OrderProof | None = None
+    replayable: bool = False
+    next_digest: int | None = None
+    undelivered: tuple[int, ...] = ()
+    values: Mapping[str, PlainValue] = field(default_factory=dict)
 
     @property
     def position(self) -> LoaderPosition:
@@ -114,6 +127,23 @@ class LoaderProgress:
         """Whether nothing had been drawn from the loader: then there is nothing to restore."""
         is_at_start = self.state == "idle" and self.epoch == 0 and self.iteration == 0 and self.samples == 0
         return self.known and is_at_start
+
+    def end_pass(self) -> LoaderProgress:
+        """The same place for a loop that begins the next pass at once: a pass without another batch counts as ended.
+
+        The global random state is then for the caller to restore.
+        """
+        if self.state != "exhausted":
+            return self
+        return dataclasses.replace(
+            self,
+            state="idle",
+            epoch=self.epoch + 1,
+            batch=0,
+            samples_before_epoch=self.samples,
+            iteration=self.iteration + 1,
+            moments={"now": Moment(None, self.moments["now"].generators)} if self.moments else {},
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the tensors, for JSON."""
@@ -135,6 +165,10 @@ class LoaderProgress:
             "digest": self.digest,
             "moments": {name: moment.to_dict() for name, moment in self.moments.items()},
             "attributes": {name: states.to_dict() for name, states in self.attributes.items()},
+            "replayable": self.replayable,
+            "next_digest": self.next_digest,
+            "undelivered": list(self.undelivered),
+            "values": {name: value.data for name, value in self.values.items()},
         }
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -144,6 +178,8 @@ class LoaderProgress:
             tensors.update(moment.to_tensors(f"loader_{self.index}/{name}"))
         for name, states in self.attributes.items():
             tensors.update(states.to_tensors(f"loader_{self.index}/{name}"))
+        for name, value in self.values.items():
+            tensors.update(value.to_tensors(f"loader_{self.index}/value/{name}"))
         return tensors
 
     @classmethod
@@ -156,7 +192,7 @@ class LoaderProgress:
             DataProgressError: the record is malformed or contradicts itself; names rank and file.
             RngStateError: random state is missing or malformed; names rank, generator and file.
         """
-        reader = _Reader(data, rank, path)
+        reader = _Reader({**_LATER_FIELDS, **data} if isinstance(data, dict) else data, rank, path)
         counts = {name: reader.get(name, int) for name in _COUNTS}
         for name, value in counts.items():
             reader.require(0 <= value <= _LARGEST_COUNT, f"{name!r} is out of range")
@@ -171,8 +207,14 @@ class LoaderProgress:
             reader.require(not missing, f"no random state for {', '.join(sorted(missing))}")
         for name in {*moments, *attributes}:
             reader.require(name in _MOMENTS["running"], f"there is no moment {name!r}")
-        digest = reader.get("digest", int, optional=True)
-        reader.require(digest is None or 0 <= digest <= _LARGEST_DIGEST, "'digest' is out of range")
+        digests = {name: reader.get(name, int, optional=True) for name in ("digest", "next_digest")}
+        for name, digest in digests.items():
+            reader.require(digest is None or 0 <= digest <= _LARGEST_DIGEST, f"{name!r} is out of range")
+        undelivered = reader.get("undelivered", list)
+        reader.require(
+            all(type(number) is int and 0 <= number <= _LARGEST_COUNT for number in undelivered),
+            "'undelivered' holds something else than numbers of batches",
+        )
         prefix = f"loader_{counts['index']}"
         return cls(
             **counts,
@@ -184,7 +226,13 @@ class LoaderProgress:
             contract=reader.get("contract", dict),
             state=cast(PassState, state),
             reuses_workers=reader.get("reuses_workers", bool),
-            digest=digest,
+            **digests,
+            replayable=reader.get("replayable", bool),
+            undelivered=tuple(undelivered),
+            values={
+                name: PlainValue.from_dict(value, tensors, f"{prefix}/value/{name}", rank=rank, path=path)
+                for name, value in reader.get("values", dict).items()
+            },
             moments={
                 name: Moment.from_dict(value, tensors, f"{prefix}/{name}", rank=rank, path=path)
                 for name, value in moments.items()

@@ -27,8 +27,9 @@ class RestoreSession:
     is watched only until any loader is iterated: then training goes on, and its generators may move.
     """
 
-    def __init__(self, *, strict: bool) -> None:
+    def __init__(self, *, strict: bool, data_resume: str = "skip") -> None:
         self.strict = strict
+        self.data_resume = data_resume
         self._expected: dict[int, _Expectation] = {}
         self._is_rng_due = True
 

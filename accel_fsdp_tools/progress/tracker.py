@@ -20,6 +20,7 @@ from .kinds import find_kind
 from .records import LoaderOutcome, LoaderPosition, LoaderProgress
 from .session import RestoreSession
 
+DATA_RESUME = ("skip", "replay", "refuse")
 _KEY = "_accel_fsdp_tools_data_tracker"
 
 
@@ -41,6 +42,16 @@ def track(accelerator: Any) -> DataTracker:
         setattr(accelerator, _KEY, tracker)
     tracker.follow_new_loaders()
     return tracker
+
+
+def check_data_resume(data_resume: str) -> None:
+    """Raise UsageError unless `data_resume` is a choice that `DataTracker.restore` knows."""
+    if data_resume not in DATA_RESUME:
+        raise UsageError(
+            f"data_resume is {data_resume!r}; use one of {', '.join(DATA_RESUME)}",
+            expected=DATA_RESUME,
+            actual=data_resume,
+        )
 
 
 class DataTracker:
@@ -76,6 +87,7 @@ class DataTracker:
         follower = kind.follow(loader, kind)
         if loader in self._get_active_loaders():
             follower.was_used_untracked = True
+            self._warn_of_twin(index, loader)
         if kind.can_install:
             install(loader, follower)
         else:
@@ -84,6 +96,20 @@ class DataTracker:
         if reason is not None:
             warnings.warn(f"loader {index} ({kind.name}): {reason}", DataProgressWarning, stacklevel=4)
         return follower
+
+    def _warn_of_twin(self, index: int, loader: Any) -> None:
+        """A loader made anew after a restore begins at the beginning, while the restored one waits for ever."""
+        contract = describe_contract(loader)
+        for other, twin in enumerate(self._list_loaders()):
+            follower = get_follower(twin)
+            if follower is not None and follower.is_waiting and describe_contract(twin) == contract:
+                warnings.warn(
+                    f"loader {index} was prepared and iterated after load_state, and begins at the beginning, while "
+                    f"loader {other}, which is like it, waits behind batch {follower.get_position().batch}. Iterate "
+                    "the loader that was prepared before load_state; don't make it anew",
+                    DataProgressWarning,
+                    stacklevel=5,
+                )
 
     def _get_active_loaders(self) -> list[Any]:
         return [loader for loader in self._accelerator.gradient_state.dataloader_references if loader is not None]
@@ -225,7 +251,7 @@ class DataTracker:
         ]
         return [f"dataloader {index}: {text}" for index, text in found if text is not None]
 
-    def list_problems(self, saved: Sequence[LoaderProgress]) -> list[str]:
+    def list_problems(self, saved: Sequence[LoaderProgress], *, data_resume: str = "skip") -> list[str]:
         """What would make a strict `restore` refuse; changes nothing.
 
         More than `check` says: also places that the loaders here don't have, states that don't fit what is there, and
@@ -233,20 +259,22 @@ class DataTracker:
 
         Args:
             saved: this rank's records, as `capture` returned them.
+            data_resume: as for `restore`.
 
         Returns:
             Each problem in words, naming the loader; empty if `restore(saved)` will restore them all.
         """
-        return self._examine(saved)[0]
+        return self._examine(saved, data_resume)[0]
 
-    def _examine(self, saved: Sequence[LoaderProgress]) -> tuple[list[str], dict[int, str]]:
+    def _examine(self, saved: Sequence[LoaderProgress], data_resume: str) -> tuple[list[str], dict[int, str]]:
         """Every problem, and by place in `saved` why nothing but the epoch of that record can be used."""
         followers = self._get_followers()
         problems = self.check(saved)
         num_known = len(problems)
         reasons: dict[int, str] = {}
         for number, item in enumerate(saved):
-            reason = self._find_obstacle(item, followers[number] if number < len(followers) else None)
+            follower = followers[number] if number < len(followers) else None
+            reason = self._find_obstacle(item, follower, data_resume)
             if reason is not None:
                 reasons[number] = reason
                 if num_known == 0:  # else `check` has said it
@@ -255,7 +283,9 @@ class DataTracker:
                 problems.append(f"loader {item.index} ({item.kind}): {item.reason}")
         return problems, reasons
 
-    def restore(self, saved: Sequence[LoaderProgress], *, strict: bool = True) -> list[LoaderOutcome]:
+    def restore(
+        self, saved: Sequence[LoaderProgress], *, strict: bool = True, data_resume: str = "skip"
+    ) -> list[LoaderOutcome]:
         """Put every loader where `saved` says. The batches that were handed out are skipped when it is iterated.
 
         Nothing is read or drawn now: counters and samplers' generators are set, the rest waits for the loader's
@@ -266,15 +296,21 @@ class DataTracker:
             saved: this rank's records, as `capture` returned them.
             strict: raise unless every loader goes on where it was. What is approximate then, such as random numbers
                 drawn in workers, the outcomes say; without it, also which loaders begin their pass anew.
+            data_resume: how loaders get behind the batches that were handed out. "skip" reads none of them where that
+                is possible: where there are indices, or a stream has a state of its own. "replay" reads and drops
+                them where that makes more exact: workers draw again what they drew. "refuse" is "skip" without the
+                streams that have to be read again from their beginning.
 
         Returns:
             One outcome per saved loader.
 
         Raises:
             DataProgressError: (strict) a position cannot be restored; no loader was changed.
+            UsageError: `data_resume` is none of these.
         """
+        check_data_resume(data_resume)
         followers = self._get_followers()
-        problems, reasons = self._examine(saved)
+        problems, reasons = self._examine(saved, data_resume)
         if problems and strict:
             raise DataProgressError(
                 "the data progress of this checkpoint cannot be restored: "
@@ -282,7 +318,7 @@ class DataTracker:
                 + ". Nothing was changed. Pass strict=False to go on as far as it can be.",
                 actual=problems,
             )
-        session = RestoreSession(strict=strict)
+        session = RestoreSession(strict=strict, data_resume=data_resume)
         outcomes = []
         for number, item in enumerate(saved):
             if number >= len(followers):
@@ -345,7 +381,7 @@ class DataTracker:
         """
         return list(find_differences(self._get_followers(), saved, outcomes))
 
-    def _find_obstacle(self, item: LoaderProgress, follower: Follower | None) -> str | None:
+    def _find_obstacle(self, item: LoaderProgress, follower: Follower | None, data_resume: str) -> str | None:
         """Why nothing but the epoch of this record can be used here; None if it can."""
         if follower is None:
             return "there is no such dataloader here"
@@ -353,7 +389,7 @@ class DataTracker:
         if differences:
             return "; ".join(differences)
         try:
-            follower.validate(item)
+            follower.validate(item, data_resume)
         except DataProgressError as error:
             return error.message.rstrip(".")
         return None
@@ -361,7 +397,10 @@ class DataTracker:
 
 def _compare(item: LoaderProgress, follower: Follower) -> list[str]:
     if item.kind != follower.kind.name:
-        return [f"kind of loader: saved {item.kind!r}, now {follower.kind.name!r}"]
+        advice = ""
+        if "stateful" in item.kind and "stateful" not in follower.kind.name:
+            advice = "; it was saved with use_stateful_dataloader=True (pip install 'accel-fsdp-tools[stateful]')"
+        return [f"kind of loader: saved {item.kind!r}, now {follower.kind.name!r}{advice}"]
     return list_differences(item.contract, describe_contract(follower.loader))
 
 

@@ -125,7 +125,7 @@ def _check_rank_files(subject: Subject, manifest: Manifest, gather: Gatherer) ->
             f"{DIRECTORY}/rng_rank_{rank:05d}.safetensors": _read_rng,
             f"{DIRECTORY}/progress_rank_{rank:05d}.json": _read_progress,
         }
-        for name in (f"random_states_{rank}.pkl", *readers):
+        for name in (_name_random_states(manifest, rank), *readers):
             if name not in subject.files:
                 if name not in subject.expected:  # otherwise reported as a missing file
                     gather.fail("missing_file", f"{name} is missing: rank {rank} can't resume", path=name, rank=rank)
@@ -133,6 +133,12 @@ def _check_rank_files(subject: Subject, manifest: Manifest, gather: Gatherer) ->
                 problem = _run(readers[name], subject, name, rank)
                 if problem is not None:
                     gather.fail("rank_state", f"{name} {problem}. Restore it from a copy.", path=name, rank=rank)
+
+
+def _name_random_states(manifest: Manifest, rank: int) -> str:
+    if not manifest.is_of_trainer:
+        return f"random_states_{rank}.pkl"
+    return f"rng_state_{rank}.pth" if manifest.topology.world_size > 1 else "rng_state.pth"
 
 
 def _run(reader: Callable[[Subject, str, int], str | None], subject: Subject, name: str, rank: int) -> str | None:

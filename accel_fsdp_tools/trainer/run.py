@@ -1,0 +1,247 @@
+"""One call of `train`: what it began with, where its data stands, and what it has saved. Every method is collective."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..arguments import to_numbers
+from ..delegate import failures_come_last, sync_later
+from ..errors import CallOrderError, UsageError
+from ..holding import HeldRoot
+from ..keeping import settle_checkpoint
+from ..load_notes import LoadNotes
+from ..manifest import TRAINER, WRITER, Lineage
+from ..prepared import get_prepared
+from ..ranks import get_rank, run_on_each, run_on_main, run_together, wait_for_ranks
+from ..report import LoadReport
+from ..resuming import Resumed
+from ..retention import KeepAny, RetentionPolicy
+from ..rng import RngSnapshot
+from ..save import get_run_id
+from ..verify_live import compare_with_checkpoint, require_verified
+from .adapters import ADAPTER_FILE, adapters_kept, check_adapter, is_adapter_of_fsdp1
+from .choosing import Order, choose_checkpoint
+from .contract import check_trainer, describe_run
+from .data import TrainingData, restore_checked
+from .loading import finish_load, load_fsdp_optimizer
+from .saving import KeepAsTrainer, clear_place, export_into, seal_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from transformers import Trainer
+
+logger = logging.getLogger(__name__)
+
+_READS_CHECKSUMS = ("auto", "full", "fingerprint", "sample", "stats", "files")
+_COMPARES_MEMORY = ("auto", "full", "fingerprint", "sample", "stats")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the callback was given."""
+
+    verify: str = "auto"
+    strict: bool = True
+    retention: RetentionPolicy | None = None
+    on_damage: str = "fail"
+    max_resumes: int | None = None
+    fresh: bool = False
+    tokenizer: Any = None
+    timeout_s: float | None = None
+
+
+class TrainingRun:
+    """From the call of `train` to its end.
+
+    Attributes:
+        report: what became of the resume; None in a fresh run.
+        num_saved: checkpoints committed.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options) -> None:
+        self._trainer, self._options = trainer, options
+        self.root = Path(trainer.args.output_dir).expanduser().absolute()
+        self.report: LoadReport | None = None
+        self.num_saved = 0
+        self._held = HeldRoot(self.root)
+        self._resumed = Resumed()
+        self._parent_id: str | None = None
+        self._data: TrainingData | None = None
+        self._rng_due: RngSnapshot | None = None
+        self._saving: Path | None = None
+        self._limit: int | None = None
+
+    # -- begin --------------------------------------------------------------------------------------------------
+
+    def open(self, given: Any, trial: Any) -> Path | None:
+        """Check the set-up, take the output folder, and return the checkpoint that the Trainer is to load."""
+        wait_for_ranks("Trainer.train", timeout_s=self._options.timeout_s)
+        run_on_each("checking the Trainer", lambda: self._check(trial))
+        self._held.take(get_run_id())
+        order = Order(
+            strict=self._options.strict,
+            verifies=self._options.verify in _READS_CHECKSUMS,
+            on_damage=self._options.on_damage,
+            max_resumes=self._options.max_resumes,
+            fresh=self._options.fresh,
+        )
+        self._resumed = choose_checkpoint(self._trainer, self.root, given, order, get_run_id())
+        self._held.may_save = True
+        self._parent_id = self._resumed.checkpoint_id
+        return self._resumed.path
+
+    def _check(self, trial: Any) -> None:
+        check_trainer(self._trainer)
+        if trial is not None:
+            raise UsageError(
+                "FSDPCheckpointCallback does not handle hyperparameter_search; leave it out for the search"
+            )
+
+    def begin_training(self, loader: Any) -> None:
+        """The Trainer has loaded, and is about to iterate `loader`: verify, and put back what it leaves out."""
+        if loader is None:
+            raise CallOrderError("This Trainer has no training dataset, or hides it from its callbacks")
+        trainer, options = self._trainer, self._options
+        if trainer.args.save_total_limit is not None:  # not so when the Trainer begins again with a smaller batch
+            self._limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
+        self._data = TrainingData(trainer.accelerator, loader)
+        directory = self._resumed.path
+        if directory is None:
+            self._data.begin()
+            return
+        notes = LoadNotes()
+        if self._resumed.report is not None:
+            notes.notes.extend(self._resumed.report.notes)
+        restored = finish_load(
+            trainer, directory, self._data, verify=options.verify, strict=options.strict, notes=notes
+        )
+        self.report, self._rng_due = restored.report, restored.rng
+        if get_rank() == 0:
+            logger.log(logging.INFO if self.report.exact else logging.WARNING, "%s", self.report)
+
+    def adapters_kept(self) -> AbstractContextManager[None]:
+        """Keep the adapters of PEFT in what is saved and loaded meanwhile. Not collective."""
+        return adapters_kept(self._trainer)
+
+    def load_optimizer(self, directory: Path) -> None:
+        """Load the optimizer's state completely."""
+        load_fsdp_optimizer(self._trainer, directory)
+
+    def skip_by_itself(self, loader: Any, num_batches: int) -> bool:
+        """Whether the loader stands behind its first `num_batches` already. Not collective."""
+        return self._data is not None and self._data.answer_skip(loader, num_batches)
+
+    def restore_rng(self) -> bool:
+        """Put the random state back where the Trainer would; False if it is to do that itself. Not collective."""
+        return self._data is not None and self._data.restore_rng()
+
+    def begin_step(self) -> None:
+        """Before the first update: where the Trainer had to put the random state back, this is the one of the save."""
+        due, self._rng_due = self._rng_due, None
+        if due is None:
+            return
+        restore_checked(due)
+
+    # -- save ---------------------------------------------------------------------------------------------------
+
+    def write(self, directory: Path, save: Callable[[], None]) -> None:
+        """Let the Trainer write a checkpoint into `directory`, with nothing of an older one in it."""
+        wait_for_ranks("Trainer's save", timeout_s=self._options.timeout_s)
+        run_on_main("checking the output folder", self._held.check)
+        moved = clear_place(directory, run_id=get_run_id())
+        if moved is not None and get_rank() == 0:
+            logger.warning("%s was there already; it lies in %s now", directory, moved)
+
+        def call() -> None:
+            with sync_later(directory), failures_come_last():
+                save()
+
+        run_together("saving with the Trainer", call)
+        self._saving = directory
+
+    def seal(self) -> None:
+        """Complete and commit the checkpoint that was just written, then remove what nothing keeps any longer."""
+        directory, self._saving = self._saving, None
+        if directory is None:
+            return
+        trainer = self._trainer
+        run_on_main("looking for the adapter", lambda: check_adapter(trainer, directory))
+        if is_adapter_of_fsdp1(trainer) and run_on_main("looking", lambda: (directory / ADAPTER_FILE).exists()):
+            export_into(trainer.accelerator, directory, tokenizer=None)  # the Trainer's has no weights in it
+        metrics = run_on_each("reading the metrics", lambda: to_numbers(_read_metrics(trainer)))
+        loaders = run_on_each("looking at the training data", lambda: self._data.capture() if self._data else [])
+        lineage = seal_checkpoint(
+            trainer.accelerator,
+            directory,
+            run_id=get_run_id(),
+            attempt=self._held.attempt,
+            parent_id=self._parent_id,
+            step=trainer.state.global_step,
+            epoch=int(trainer.state.epoch or 0),
+            loaders=loaders,
+            tokenizer=find_tokenizer(trainer, self._options),
+            extra={WRITER: TRAINER, "trainer": describe_run(trainer), "metrics": metrics},
+        )
+        self._parent_id = lineage.checkpoint_id
+        self.num_saved += 1
+        self._settle(directory, lineage)
+
+    def _settle(self, directory: Path, lineage: Lineage) -> None:
+        settle_checkpoint(
+            directory, lineage, policy=self._choose_policy(), verify=self._options.verify, run_id=get_run_id()
+        )
+
+    def _choose_policy(self) -> RetentionPolicy | None:
+        best = self._trainer.state.best_model_checkpoint
+        name = None if best is None else Path(best).name
+        if self._options.retention is not None:
+            return KeepAny((self._options.retention, _KeepNamed(name))) if name is not None else self._options.retention
+        return None if not self._limit or self._limit < 0 else KeepAsTrainer(self._limit, name)
+
+    # -- end ----------------------------------------------------------------------------------------------------
+
+    def check_best(self) -> None:
+        """Compare the model with the best checkpoint, where the Trainer has just loaded that."""
+        trainer = self._trainer
+        best = trainer.state.best_model_checkpoint
+        if not trainer.args.load_best_model_at_end or best is None or self._options.verify not in _COMPARES_MEMORY:
+            return
+        prepared = get_prepared(trainer.accelerator, optimizers=False)
+        require_verified(compare_with_checkpoint(prepared, Path(best).absolute(), mode="auto", checks_sums=False))
+
+    def close(self) -> None:
+        """Give back what was taken: the output folder, and `save_total_limit`. Not collective."""
+        if self._limit is not None:
+            self._trainer.args.save_total_limit = self._limit
+        self._held.release()
+
+
+def find_tokenizer(trainer: Trainer, options: Options) -> Any:
+    """Return the tokenizer or processor to keep with the model, None if there is none."""
+    for each in (options.tokenizer, trainer.processing_class, getattr(trainer.data_collator, "tokenizer", None)):
+        if callable(getattr(each, "save_pretrained", None)):
+            return each
+    return None
+
+
+@dataclass(frozen=True)
+class _KeepNamed:
+    name: str
+
+    def choose_kept(self, checkpoints: Any) -> frozenset[str]:
+        return frozenset({self.name} & {each.name for each in checkpoints})
+
+
+def _read_metrics(trainer: Trainer) -> dict[str, Any]:
+    """The numbers that the Trainer has logged last, each by its name."""
+    found: dict[str, Any] = {}
+    for entry in reversed(trainer.state.log_history):
+        for name, value in entry.items():
+            if isinstance(value, (int, float)) and name not in ("step", "epoch", "total_flos"):
+                found.setdefault(name, value)
+    return found
