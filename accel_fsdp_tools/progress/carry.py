@@ -94,7 +94,7 @@ def make_brief(saved: LoaderProgress, follower: Follower, rank: int) -> Brief:
         samples=saved.samples,
         digest=saved.digest,
         order=digest_order(moved, loader, skipped),
-        is_restorable=saved.restorable,
+        is_restorable=saved.restorable and not saved.undelivered,
     )
 
 
@@ -174,6 +174,10 @@ def _give_up(first: LoaderProgress, follower: Follower, here: dict[str, Any], pr
         digest=None,
         moments={},
         attributes={},
+        replayable=False,
+        next_digest=None,
+        undelivered=(),
+        values={},
     )
     return Carried(record, problem=problem)
 
@@ -189,6 +193,8 @@ def _find_problem(first: LoaderProgress, briefs: Sequence[Brief], follower: Foll
         return f"the position of a loader of kind {first.kind!r} cannot be carried to another set-up"
     if not first.restorable:
         return first.reason or "its position was not saved"
+    if not all(each.is_restorable for each in briefs):
+        return "its workers had delivered batches out of order, so there is no common place (in_order=True keeps one)"
     different = next((each for each in briefs if each.place != briefs[0].place), None)
     if different is not None:
         return (

@@ -115,6 +115,9 @@ def convert_record(
         digest=None,
         moments=moments,
         attributes=attributes,
+        replayable=False,
+        next_digest=None,
+        values={},
     )
 
 

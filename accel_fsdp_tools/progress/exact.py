@@ -6,12 +6,11 @@ With `data_resume="replay"` a loader with workers reads it again: the workers th
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataProgressError, DataProgressWarning
+from ..errors import DataProgressError
 from .contract import get_index_sampler, get_num_processes
 from .feed import IndexFeed
 from .follow import Pass
@@ -146,15 +145,6 @@ class ExactFollower(ResumableFollower):
             this.deliveries = Deliveries(source, saved, self._get_group_size())
         return source
 
-    def _restore_start(self, loader: Any, start: Moment) -> None:
-        parts = loader.base_dataloader.__dict__
-        slot = "batch_sampler" if parts["batch_sampler"] is not None else "sampler"
-        feed, parts[slot] = parts[slot], self._feed.sampler  # paths lead through the sampler itself
-        try:
-            start.restore(loader)
-        finally:
-            parts[slot] = feed
-
     def _prove_order(self, loader: Any, this: ResumablePass, saved: LoaderProgress) -> int | None:
         """The checksum of what is to be skipped; of a record that was made for other ranks, once it is proven."""
         if saved.proof is None or this.epoch_start is None:
@@ -163,12 +153,19 @@ class ExactFollower(ResumableFollower):
             with unchanged_attributes(loader):
                 return saved.proof.prove(loader, draws_seed=not saved.reuses_workers)
         except DataProgressError as error:
-            if this.is_strict:
-                raise
-            warnings.warn(error.message, DataProgressWarning, stacklevel=2)
+            self.complain(this, error.message, **error.facts)
             return None
         finally:
             this.epoch_start.restore(loader)
+
+    def _restore_start(self, loader: Any, start: Moment) -> None:
+        parts = loader.base_dataloader.__dict__
+        slot = "batch_sampler" if parts["batch_sampler"] is not None else "sampler"
+        feed, parts[slot] = parts[slot], self._feed.sampler  # paths lead through the sampler itself
+        try:
+            start.restore(loader)
+        finally:
+            parts[slot] = feed
 
     def _make_fed_iterator(self, base: Any, is_start_to_be_repeated: bool) -> Iterator[Any]:
         slot = "batch_sampler" if base.batch_sampler is not None else "sampler"
