@@ -162,6 +162,9 @@ def resume_variously(root: str) -> dict[str, tuple[Outcome, list[str]]]:
     }
     best = {"metric_for_best_model": "loss", "load_best_model_at_end": True, "learning_rate": 1e-3}
     best |= {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "num_train_epochs": 1}
+    setups["twice"] = Setup(
+        f"{root}/twice", arguments={"save_total_limit": 1, "save_steps": 3, "num_train_epochs": 1}, saves_at_epochs=True
+    )
     setups["best"] = Setup(f"{root}/best", arguments=best, draws=False)
     return {name: (train(setup), list_checkpoints(setup.folder)) for name, setup in setups.items()}
 
@@ -189,6 +192,10 @@ def test_a_run_that_goes_on_otherwise_does_what_was_asked_and_says_so(runs: Any,
         assert finished.batches == []
         assert found["finished"][1][-1] == "checkpoint-4"
         assert found["kept"][1] == ["checkpoint-2", "checkpoint-3"]
+        # One step saved twice, and only one kept: the first was there until the second was.
+        assert found["twice"][0].seen_at_save == [["checkpoint-3"], ["checkpoint-3", "replaced-checkpoint-3"]]
+        assert found["twice"][1] == ["checkpoint-3"]
+        assert not list((tmp_path / "twice" / ".quarantine").glob("*"))
         # Each save is of a new best, whose directory the Trainer does not see yet when it asks for it.
         for name in found["best"][1]:
             state = json.loads((tmp_path / "best" / name / "trainer_state.json").read_bytes())

@@ -25,6 +25,7 @@ class Setup:
     draws: bool = True  # the dataset draws from the global generator, as the collator of a masked language model does
     lora: bool = False
     stop_at: int | None = None
+    saves_at_epochs: bool = False  # a callback of the user's, whatever `save_strategy` is
     num_examples: int = NUM_EXAMPLES
     hidden_size: int = 16
     with_optimizer: bool = True
@@ -135,6 +136,10 @@ def make_trainer(setup: Setup, outcome: Outcome, *, callbacks: list[Any] | None 
                 control.should_training_stop = True
             return control
 
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_save |= setup.saves_at_epochs
+            return control
+
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "learning_rate" in logs:
                 outcome.rates[state.global_step] = logs["learning_rate"]
@@ -188,4 +193,4 @@ def train(setup: Setup) -> Outcome:
 
 def list_checkpoints(folder: str | Path) -> list[str]:
     """Return the names of what looks like the Trainer's checkpoints."""
-    return sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+    return sorted(path.name for path in Path(folder).glob("*checkpoint-*"))

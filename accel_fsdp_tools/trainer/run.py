@@ -28,7 +28,7 @@ from .choosing import Order, choose_checkpoint
 from .contract import check_trainer, describe_run
 from .data import TrainingData, restore_checked
 from .loading import finish_load, load_fsdp_optimizer
-from .saving import KeepAsTrainer, export_into, make_place, seal_checkpoint
+from .saving import KeepAsTrainer, export_into, make_place, retire_replaced, seal_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,6 +207,7 @@ class TrainingRun:
             tokenizer=find_tokenizer(trainer, self._options),
             extra={WRITER: TRAINER, "trainer": describe_run(trainer), "metrics": metrics},
         )
+        retire_replaced(directory, parent_id=self._parent_id, run_id=get_run_id())
         self._parent_id = lineage.checkpoint_id
         self.num_saved += 1
         self._settle(directory, lineage)

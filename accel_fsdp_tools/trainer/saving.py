@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..assets import write_assets
+from ..commit import delete_checkpoint
 from ..completing import complete_checkpoint
 from ..export_live import export_model
 from ..files import fsync_directory
 from ..inventory import build_manifest, draft_inventory
-from ..manifest import DIRECTORY, Lineage, Manifest, write_manifest
+from ..manifest import DIRECTORY, Lineage, Manifest, has_manifest, read_manifest, write_manifest
 from ..phases import reach
 from ..quarantine import set_aside
 from ..rank_state import write_rank_state
 from ..ranks import broadcast, run_on_main, run_together
+from ..records import forget, read_record
 from ..retention import CheckpointFacts, KeepLast
 from ..rng import RngSnapshot
 from ..views import wait_until_seen
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _STAGING = ".export"
+_REASON = "a later run has saved the same step again; the Trainer would have written into this one"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -60,25 +63,58 @@ def make_place(directory: Path, *, run_id: str) -> Path | None:
     """Make the empty directory that a checkpoint is about to be written into, seen by all ranks. Collective.
 
     What is there is moved away: half a save, or one of an abandoned branch. The Trainer would write into it: files of
-    both would be mixed, under a manifest that vouches for the old ones. And the Trainer lets each rank ask whether the
-    directory is there to know whether it is that of the best model; under SHARDED_STATE_DICT it made it only later, or
-    another rank just now: the one before was taken for the best, or ranks disagreed and hung at the end.
+    both would be mixed, under a manifest that vouches for the old ones. A whole one stays beside it, to be resumed
+    from, until `retire_replaced`: it may be the only one.
+
+    The Trainer lets each rank ask whether the directory is there to know whether it is that of the best model; under
+    SHARDED_STATE_DICT it made it only later, or another rank just now: the one before was taken for the best, or ranks
+    disagreed and hung at the end.
 
     Returns:
-        Where it lies now, None if nothing was there.
+        Where what was there lies now, None if nothing was.
     """
-    reason = "a later run has saved the same step again; the Trainer would have written into this one"
 
     def make() -> Path | None:
         moved = None
-        if directory.is_dir() and any(directory.iterdir()):
-            moved = set_aside(directory.parent, directory.name, reason=reason, run_id=run_id)
+        if has_manifest(directory):
+            moved = _get_replaced(directory)
+            if moved.exists():  # of a save that was killed; the one that is moved now is newer
+                set_aside(moved.parent, moved.name, reason=_REASON, run_id=run_id)
+            directory.rename(moved)
+        elif directory.is_dir() and any(directory.iterdir()):
+            moved = set_aside(directory.parent, directory.name, reason=_REASON, run_id=run_id)
         directory.mkdir(parents=True, exist_ok=True)
+        fsync_directory(directory.parent)
         return moved
 
     moved = run_on_main("making room for the checkpoint", make)
     wait_until_seen("making room", directory, lambda: None if directory.is_dir() else f"does not see {directory}")
     return moved
+
+
+def retire_replaced(directory: Path, *, parent_id: str | None, run_id: str) -> None:
+    """Move into quarantine what the checkpoint just committed in `directory` has taken the place of. Collective.
+
+    Where that is its parent it goes: no update lies between them (a step that was saved twice, by `save_steps` and
+    again at the end of the epoch), and a user who does so would otherwise keep everything twice.
+    """
+
+    def retire() -> None:
+        replaced = _get_replaced(directory)
+        if not has_manifest(replaced):
+            return
+        checkpoint_id = read_manifest(replaced).lineage.checkpoint_id
+        if checkpoint_id == parent_id and not read_record(directory.parent, checkpoint_id).is_pinned:
+            delete_checkpoint(replaced, run_id)
+            forget(directory.parent, checkpoint_id)
+        else:
+            set_aside(replaced.parent, replaced.name, reason=_REASON, run_id=run_id)
+
+    run_on_main("clearing what was replaced", retire)
+
+
+def _get_replaced(directory: Path) -> Path:
+    return directory.with_name(f"replaced-{directory.name}")
 
 
 def export_into(accelerator: Accelerator, directory: Path, **options: Any) -> None:
