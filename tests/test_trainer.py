@@ -204,6 +204,26 @@ def test_a_run_that_goes_on_otherwise_does_what_was_asked_and_says_so(runs: Any,
         assert len(found["best"][1]) > 1
 
 
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """A run over a stream, which ends after three updates and begins anew."""
+    folder = tmp_path_factory.mktemp("stream")
+    setup = Setup(str(folder / "out"), is_stream=True, arguments={"max_steps": 6})
+    return Whole(setup, run_ranks(train, setup, folder=folder / "ranks"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("step", [2, 3, 4], ids=["in a pass", "between passes", "in the second pass"])
+def test_a_stream_goes_on_although_the_trainer_takes_all_passes_for_one(
+    stream: Whole, tmp_path: Path, step: int
+) -> None:
+    resumed = run_ranks(train, copy_up_to(stream, step, tmp_path), folder=tmp_path / "ranks")
+    for before, after in zip(stream.outcomes, resumed, strict=True):
+        assert after.batches == before.after(step)
+        assert after.fingerprints == before.fingerprints
+        assert after.report["exact"]
+
+
 # -- which one ------------------------------------------------------------------------------------------------------
 
 

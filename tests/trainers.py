@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class Setup:
     arguments: dict[str, Any] = field(default_factory=dict)
     draws: bool = True  # the dataset draws from the global generator, as the collator of a masked language model does
     lora: bool = False
+    is_stream: bool = False
     stop_at: int | None = None
     saves_at_epochs: bool = False  # a callback of the user's, whatever `save_strategy` is
     num_examples: int = NUM_EXAMPLES
@@ -83,7 +85,12 @@ def make_dataset(setup: Setup) -> Any:
                 ids = torch.where(torch.rand(LENGTH) < 0.3, torch.zeros_like(ids), ids)
             return {"input_ids": ids, "labels": ids.clone(), "index": index}
 
-    return Examples()
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            examples = Examples()
+            return (examples[index] for index in range(len(examples)))
+
+    return Stream() if setup.is_stream else Examples()
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, Any]:

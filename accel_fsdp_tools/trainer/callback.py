@@ -14,6 +14,7 @@ from ..errors import CallOrderError, UsageError
 from ..export import export_checkpoint
 from ..export_live import export_model
 from ..load import VERIFY_MODES
+from ..progress import check_data_resume
 from ..ranks import run_on_main
 from ..report import LoadReport
 from ..resuming import ON_DAMAGE
@@ -52,6 +53,7 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         verify: as for `load_state`; "off" also skips reading back before older checkpoints go.
         strict: refuse a resume that cannot be exact because the run differs (ranks, batch size, accumulation, data);
             False goes on, and the report says what is not exact.
+        data_resume: as for `load_state`.
         keep_last: how many of the newest stay, in place of `save_total_limit`. The best model's checkpoint stays in
             any case.
         keep_every: see `Checkpointer`; this, `keep_best` and `keep_every_s` name what stays beyond `save_total_limit`
@@ -80,6 +82,7 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         *,
         verify: str = "auto",
         strict: bool = True,
+        data_resume: str = "skip",
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: KeepBest | Sequence[Any] | None = None,
@@ -96,12 +99,14 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             if value not in allowed:
                 raise UsageError(f"{name} is {value!r}; use one of {', '.join(allowed)}", actual=value)
         rules = make_policy(keep_every=keep_every, keep_best=keep_best, keep_every_s=keep_every_s)
+        check_data_resume(data_resume)
         check_positive("max_resumes", max_resumes, int)
         check_positive("timeout_s", timeout_s, (int, float))
         check_tokenizer(tokenizer)
         self._options = Options(
             verify=verify,
             strict=strict,
+            data_resume=data_resume,
             retention=choose_policy(keep_last, keep_every, keep_best, keep_every_s, retention),
             kept_beyond_limit=None if keep_last is not None or retention is not None else rules,
             on_damage=on_damage,

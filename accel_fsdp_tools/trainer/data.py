@@ -61,17 +61,17 @@ class TrainingData:
         """Where the loader stands; a position that is not known says so."""
         return self._tracker.capture(strict=False)
 
-    def find_problems(self, saved: Sequence[LoaderProgress]) -> list[str]:
+    def find_problems(self, saved: Sequence[LoaderProgress], data_resume: str) -> list[str]:
         """Why the Trainer has to find the place by itself, in words; empty if `restore` can."""
-        problems = self._tracker.list_problems(saved)
+        problems = self._tracker.list_problems(saved, data_resume=data_resume)
         if not problems:
             problems = [str(each.reason) for each in saved if not (each.restorable or each.is_untouched)]
         return problems
 
     def find_shift(self, saved: Sequence[LoaderProgress], num_batches: int) -> list[str]:
         """Why the Trainer would go on elsewhere, in words: it is about to skip `num_batches`; empty if it agrees."""
-        num_saved = sum(each.end_pass().batch for each in saved)
-        if num_batches == num_saved:
+        num_saved = sum(each.batch for each in _align(saved, num_batches))
+        if num_batches == num_saved or any(map(_is_stream, saved)):
             return []
         text = f"the Trainer computes from the number of updates that {num_batches} batches of this epoch are done"
         return [f"{text}; at the save it was {num_saved}"]
@@ -81,11 +81,17 @@ class TrainingData:
         self._tracker.begin_training()
         self._rng = rng
 
-    def restore(self, saved: Sequence[LoaderProgress], rng: RngSnapshot) -> list[str]:
-        """Put the loader where it was. Returns what is not exact, in words."""
-        ended = [each.end_pass() for each in saved]
-        outcomes = self._tracker.restore(ended)
-        self._num_waiting = sum(each.batch for each in ended)
+    def restore(
+        self, saved: Sequence[LoaderProgress], rng: RngSnapshot, *, num_skipped: int, data_resume: str
+    ) -> list[str]:
+        """Put the loader where it was. Returns what is not exact, in words.
+
+        Args:
+            num_skipped: batches that the Trainer is about to skip.
+        """
+        aligned = _align(saved, num_skipped)
+        outcomes = self._tracker.restore(aligned, data_resume=data_resume)
+        self._num_waiting = num_skipped if any(map(_is_stream, saved)) else sum(each.batch for each in aligned)
         self._rng = rng
         return [each.reason for each in outcomes if each.reason is not None]
 
@@ -117,3 +123,13 @@ class TrainingData:
                 actual=num_batches,
             )
         return True
+
+
+def _align(saved: Sequence[LoaderProgress], num_skipped: int) -> list[LoaderProgress]:
+    """The places as the Trainer understands them: where it skips nothing, it begins a pass."""
+    return [each if num_skipped else each.end_pass() for each in saved]
+
+
+def _is_stream(saved: LoaderProgress) -> bool:
+    """Whether the Trainer does not know how long a pass is: it then counts batches over all of them."""
+    return saved.contract.get("num_batches") is None

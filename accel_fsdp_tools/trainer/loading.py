@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,14 @@ class Restored:
 
 
 def finish_load(
-    trainer: Trainer, directory: Path, data: TrainingData, *, verify: str, strict: bool, notes: LoadNotes
+    trainer: Trainer,
+    directory: Path,
+    data: TrainingData,
+    *,
+    verify: str,
+    strict: bool,
+    data_resume: str,
+    notes: LoadNotes,
 ) -> Restored:
     """Compare what the Trainer has loaded with the checkpoint, and put loader and random state back. Collective.
 
@@ -79,7 +87,8 @@ def finish_load(
     run_together("comparing scheduler and scaler", lambda: _compare_states(trainer, directory))
     state = _read_state(directory, manifest, strict, notes)
     shifts = [] if manifest is None else [each.text for each in compare_runs(trainer, manifest)[0]]
-    rng = run_on_each("restoring RNG and data progress", lambda: _restore(trainer, data, state, shifts, strict, notes))
+    restore = partial(_restore, trainer, data, shifts=shifts, strict=strict, data_resume=data_resume, notes=notes)
+    rng = run_on_each("restoring RNG and data progress", lambda: restore(state))
     counted = {"scheduler": 1, "data": 1, "rng": get_world_size()}
     return Restored(build_report(trainer.accelerator, directory, manifest, notes, counted=counted), rng)
 
@@ -133,7 +142,14 @@ def _read_state(directory: Path, manifest: Manifest | None, strict: bool, notes:
 
 
 def _restore(
-    trainer: Trainer, data: TrainingData, state: RankState | None, shifts: list[str], strict: bool, notes: LoadNotes
+    trainer: Trainer,
+    data: TrainingData,
+    state: RankState | None,
+    *,
+    shifts: list[str],
+    strict: bool,
+    data_resume: str,
+    notes: LoadNotes,
 ) -> RngSnapshot | None:
     """Put the loader back on this rank. Returns random state that has to wait for the first step."""
     if state is None:
@@ -142,7 +158,9 @@ def _restore(
         notes.absent["data"] = "ignore_data_skip=True: the epoch begins anew"
         data.begin_epoch(state.rng)
         return None
-    problems = shifts + (data.find_problems(state.loaders) or data.find_shift(state.loaders, count_skipped(trainer)))
+    found = data.find_problems(state.loaders, data_resume)
+    num_skipped = count_skipped(trainer)
+    problems = shifts + (found or data.find_shift(state.loaders, num_skipped))
     if problems and strict and any(each.restorable for each in state.loaders):
         raise DataProgressError(
             f"The place in the training data cannot be restored: {'; '.join(problems)}. Nothing was trained. Use the "
@@ -153,5 +171,6 @@ def _restore(
     if problems:
         notes.reasons["data"].extend(f"the Trainer skips the batches by itself: {each}" for each in problems)
         return state.rng
-    notes.reasons["data"].extend(data.restore(state.loaders, state.rng))
+    inexact = data.restore(state.loaders, state.rng, num_skipped=num_skipped, data_resume=data_resume)
+    notes.reasons["data"].extend(inexact)
     return None

@@ -48,6 +48,7 @@ class Options:
 
     verify: str = "auto"
     strict: bool = True
+    data_resume: str = "skip"
     retention: RetentionPolicy | None = None
     kept_beyond_limit: RetentionPolicy | None = None  # where `save_total_limit` rules
     on_damage: str = "fail"
@@ -133,7 +134,13 @@ class TrainingRun:
         if self._resumed.report is not None:
             notes.notes.extend(self._resumed.report.notes)
         restored = finish_load(
-            trainer, directory, self._data, verify=options.verify, strict=options.strict, notes=notes
+            trainer,
+            directory,
+            self._data,
+            verify=options.verify,
+            strict=options.strict,
+            data_resume=options.data_resume,
+            notes=notes,
         )
         self.report, self._rng_due = restored.report, restored.rng
         if get_rank() == 0:
