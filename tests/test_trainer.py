@@ -321,6 +321,7 @@ def save_model(setup: Setup, folder: str) -> list[str]:
 
     enable_cpu_fsdp()
     trainer = make_trainer(setup, Outcome())
+    trainer.save_model(f"{folder} untrained")
     trainer.train()
     trainer.save_model()
     trainer.save_model(folder)
@@ -337,6 +338,9 @@ def test_save_model_under_sharded_writes_a_model(tmp_path: Path) -> None:
     on_disk = open_checkpoint(out / "checkpoint-3").sections[0].tensors
     assert {name for name, _ in model.named_parameters()} <= set(on_disk)
     assert (out / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    untrained = AutoModelForCausalLM.from_pretrained(f"{saved} untrained")
+    assert untrained.config.hidden_size == model.config.hidden_size
+    assert not untrained.lm_head.weight.equal(model.lm_head.weight)
     plain = dataclasses.replace(setup, folder=str(tmp_path / "plain"), with_callback=False)
     run_ranks(save_model, plain, str(tmp_path / "nothing"), folder=tmp_path / "ranks of plain")
     assert not list((tmp_path / "nothing").glob("*.safetensors")), "fixed upstream: say so in the docs"

@@ -197,7 +197,7 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         options = {"overwrite": True, **options}
         if checkpoint is None:
             found = {"tokenizer": find_tokenizer(trainer, self._options), "timeout_s": self._options.timeout_s}
-            return export_model(trainer.accelerator, None, out, **{**found, **options})
+            return export_model(trainer.accelerator, trainer.model, out, **{**found, **options})
         if checkpoint == "best":
             best = trainer.state.best_model_checkpoint
             if best is None:
@@ -211,4 +211,4 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Write the model's files into a directory that may hold other things. Called by the hook of `save_model`."""
         trainer = self._require_trainer()
         options = {"timeout_s": self._options.timeout_s, "tokenizer": find_tokenizer(trainer, self._options)}
-        export_into(trainer.accelerator, directory.expanduser().absolute(), **options)
+        export_into(trainer, directory.expanduser().absolute(), **options)

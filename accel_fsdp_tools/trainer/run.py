@@ -199,7 +199,7 @@ class TrainingRun:
         trainer = self._trainer
         run_on_main("looking for the adapter", lambda: check_adapter(trainer, directory))
         if is_adapter_of_fsdp1(trainer) and run_on_main("looking", lambda: (directory / ADAPTER_FILE).exists()):
-            export_into(trainer.accelerator, directory, tokenizer=None)  # the Trainer's has no weights in it
+            export_into(trainer, directory, tokenizer=None)  # the Trainer's has no weights in it
         metrics = run_on_each("reading the metrics", lambda: to_numbers(_read_metrics(trainer)))
         loaders = run_on_each("looking at the training data", lambda: self._data.capture() if self._data else [])
         lineage = seal_checkpoint(

@@ -33,6 +33,7 @@ from ..views import wait_until_seen
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import Trainer
 
     from ..progress import LoaderProgress
 
@@ -117,10 +118,10 @@ def _get_replaced(directory: Path) -> Path:
     return directory.with_name(f"replaced-{directory.name}")
 
 
-def export_into(accelerator: Accelerator, directory: Path, **options: Any) -> None:
-    """Export the model in memory into a directory that may hold other things. Collective."""
+def export_into(trainer: Trainer, directory: Path, **options: Any) -> None:
+    """Export the Trainer's model into a directory that may hold other things. Collective."""
     staging = directory / _STAGING
-    export_model(accelerator, None, staging, overwrite=True, **options)
+    export_model(trainer.accelerator, trainer.model, staging, overwrite=True, **options)
     run_on_main("moving the export", lambda: _move_files(staging, directory))
 
 
