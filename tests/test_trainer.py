@@ -324,7 +324,10 @@ def save_model(setup: Setup, folder: str) -> list[str]:
     trainer.save_model(f"{folder} untrained")
     trainer.train()
     trainer.save_model()
+    pushed: list[dict[str, Any]] = []
+    trainer.args.push_to_hub, trainer.push_to_hub = True, lambda **options: pushed.append(options)
     trainer.save_model(folder)
+    assert len(pushed) == 1
     return list_checkpoints(setup.folder)
 
 

@@ -164,3 +164,5 @@ def _save_model(
         original(output_dir, _internal_call)
         return
     owner.export_into(Path(trainer.args.output_dir if output_dir is None else output_dir))
+    if trainer.args.push_to_hub:  # as the Trainer does after a save of the user's
+        trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
