@@ -468,7 +468,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("outcome", ["succeed", pytest.param("fail", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("outcome", ["succeed", "fail"])
 def test_a_process_that_ends_finishes_its_save_first(tmp_path: Path, outcome: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))

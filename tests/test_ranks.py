@@ -121,6 +121,7 @@ def _freeze_main() -> None:
     ranks.wait_for_ranks("saving", timeout_s=1)
 
 
+@pytest.mark.matrix
 def test_a_frozen_keeper_of_the_store_is_named(tmp_path: Path) -> None:
     outcomes = collect(start_ranks(_freeze_main, folder=tmp_path), folder=tmp_path, timeout_s=60, grace_s=0.5)
     error = outcomes[1].error

@@ -36,7 +36,6 @@ DEFAULT = (
     "fsdp2-sharded",
     "fsdp1-flat-sharded",
     "fsdp2-full-unused-tied",
-    "fsdp1-unused-frozen",
     "fsdp2-bf16-seedable",
 )
 

@@ -539,12 +539,13 @@ def test_a_manifest_that_differs_from_the_files_is_found(
     assert code in _codes(verify_checkpoint(path, fingerprints=True))
 
 
-def test_a_flipped_bit_in_the_manifest_is_found(copy: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("num_flips", [50, pytest.param(200, marks=pytest.mark.matrix)])
+def test_a_flipped_bit_in_the_manifest_is_found(copy: Callable[..., Path], num_flips: int) -> None:
     path = copy()
     file = path / MANIFEST_PATH
     good = file.read_bytes()
     generator = random.Random(4)
-    for _ in range(200):
+    for _ in range(num_flips):
         flip = generator.randrange(len(good)), generator.randrange(8)
         flip_bit(file, *flip)
         report = verify_checkpoint(path)

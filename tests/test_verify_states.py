@@ -121,7 +121,7 @@ def _load_with_faults(path: str, setup: Setup, faults: list[str]) -> dict[str, A
 
 
 # In the middle of an epoch, and with its last batch in hand.
-@pytest.mark.parametrize(("name", "num_batches"), [("fsdp2", 2), ("fsdp1", 4)])
+@pytest.mark.parametrize(("name", "num_batches"), [("fsdp2", 2), pytest.param("fsdp1", 4, marks=pytest.mark.matrix)])
 def test_every_state_is_compared_and_every_fault_is_named(tmp_path: Path, name: str, num_batches: int) -> None:
     setup, path = SETUPS[name], str(tmp_path / "c")
     run_ranks(_save, path, setup, num_batches, folder=tmp_path / "r0")
