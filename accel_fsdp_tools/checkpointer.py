@@ -17,7 +17,7 @@ from .errors import UsageError
 from .export_live import export_model
 from .holding import HeldRoot
 from .keeping import settle_checkpoint
-from .load import VERIFY_MODES, load_checkpoint
+from .load import READS_CHECKSUMS, VERIFY_MODES, load_checkpoint
 from .load_notes import LoadNotes
 from .manifest import Lineage, has_manifest, read_manifest
 from .model_changes import ModelChanges, Rename
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WHEN_BUSY = ("wait", "skip")
-_READS_CHECKSUMS = frozenset(VERIFY_MODES) - {"size", "off"}
 
 
 class Checkpointer:
@@ -277,7 +276,7 @@ class Checkpointer:
                 self._load,
                 on_damage=self._on_damage,
                 max_resumes=self._max_resumes,
-                verifies=self._verify in _READS_CHECKSUMS,
+                verifies=self._verify in READS_CHECKSUMS,
                 run_id=get_run_id(),
             )
         self._held.may_save = True

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 VERIFY_MODES = ("auto", "full", "fingerprint", "sample", "stats", "files", "size", "off")
 # These compare memory with the checkpoint afterwards; all of them have checked the files' sums before.
-_AFTER_LOAD = ("auto", "full", "fingerprint", "sample", "stats")
+COMPARES_MEMORY = ("auto", "full", "fingerprint", "sample", "stats")
+READS_CHECKSUMS = frozenset(VERIFY_MODES) - {"size", "off"}
 
 
 def load_state(
@@ -154,13 +155,13 @@ def load_checkpoint(
     )
     findings.has_begun = True
     before = take_statistics(get_prepared(accelerator)) if verify == "stats" else None
-    load_objects(accelerator, directory, manifest, kind, plans, findings, verify=verify in _AFTER_LOAD)
-    if verify in _AFTER_LOAD and plans is None:
-        _verify_memory(accelerator, directory, verify, before, findings)
+    load_objects(accelerator, directory, manifest, kind, plans, findings, verify=verify in COMPARES_MEMORY)
+    if verify in COMPARES_MEMORY and plans is None:
+        verify_memory(accelerator, directory, verify, before, findings)
     if manifest is not None:
         restore_objects(accelerator, directory, manifest, findings)
     outcomes = restore_rank_part(accelerator, manifest, part, strict=permissions.strict, notes=findings)
-    if verify in _AFTER_LOAD:
+    if verify in COMPARES_MEMORY:
         require_verified(verify_states(accelerator, directory, manifest, part, outcomes, findings))
     if manifest is not None:
         run_on_each("setting the schedulers' pace", lambda: _set_paces(accelerator, manifest, findings))
@@ -338,14 +339,19 @@ def _set_paces(accelerator: Accelerator, manifest: Manifest, findings: LoadNotes
         (findings.notes if each.is_exact else findings.reasons["scheduler"]).append(each.text)
 
 
-def _verify_memory(
+def verify_memory(
     accelerator: Accelerator,
     directory: Path,
     verify: str,
     before: Mapping[str, TensorStatistics] | None,
     findings: LoadNotes,
 ) -> None:
-    """Compare what was loaded with what was saved; raise on every rank if it differs."""
+    """Compare what was loaded with what was saved; raise on every rank if it differs. Collective.
+
+    Args:
+        verify: one of `COMPARES_MEMORY`.
+        before: as for `compare_with_checkpoint`.
+    """
     report = compare_with_checkpoint(
         get_prepared(accelerator), directory, mode=verify, checks_sums=False, before=before
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,18 @@ def digest_rng() -> tuple[int, int, int]:
     _, words, position, *_ = numpy_state = np.random.get_state()
     numbers = zlib.crc32(words.tobytes()), hash((position, *numpy_state[3:])), hash(random.getstate())
     return numbers[0] ^ numbers[1], numbers[2], zlib.crc32(torch.get_rng_state().numpy().tobytes())
+
+
+@contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Leave random generators and Accelerate's shared state as they were: for tests in the process of pytest."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    before = RngSnapshot.capture()
+    yield
+    before.restore()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def seed_everything(seed: int) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from accel_fsdp_tools.errors import DataProgressError, DataProgressWarning
 from accel_fsdp_tools.progress import Carried, Change, DataTracker, LoaderProgress
-from accel_fsdp_tools.rng import RngSnapshot, derive
+from accel_fsdp_tools.rng import derive
 from tests.loader_kinds import (
     BucketBatchSampler,
     HiddenTorchSampler,
@@ -32,6 +32,7 @@ from tests.loader_kinds import (
     NoisyDataset,
     make_accelerator,
     seed_everything,
+    unchanged_process,
 )
 
 NUM_EPOCHS = 3
@@ -40,13 +41,8 @@ Make = Callable[[int, int, int], DataLoader]
 
 @pytest.fixture(autouse=True)
 def _unchanged_process() -> Iterator[None]:
-    from accelerate.state import AcceleratorState, GradientState
-
-    before = RngSnapshot.capture()
-    yield
-    before.restore()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    with unchanged_process():
+        yield
 
 
 class Ranks:

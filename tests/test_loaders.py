@@ -19,7 +19,6 @@ from accel_fsdp_tools.errors import DataProgressError, DataProgressWarning, Usag
 from accel_fsdp_tools.progress import LoaderProgress, track
 from accel_fsdp_tools.progress.batches import digest_batch
 from accel_fsdp_tools.progress.values import PlainValue
-from accel_fsdp_tools.rng import RngSnapshot
 from tests.harness import run_ranks, run_ranks_expecting
 from tests.loader_kinds import (
     Kind,
@@ -29,19 +28,15 @@ from tests.loader_kinds import (
     fork_workers,
     make_accelerator,
     seed_everything,
+    unchanged_process,
 )
 from tests.stream_kinds import KINDS, IteratorStream, NoisyStream, ShuffledStream, StatefulStream
 
 
 @pytest.fixture(autouse=True)
 def _unchanged_process() -> Iterator[None]:
-    from accelerate.state import AcceleratorState, GradientState
-
-    before = RngSnapshot.capture()
-    yield
-    before.restore()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    with unchanged_process():
+        yield
 
 
 def _prepare(

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from accel_fsdp_tools.errors import DataProgressError, RngStateError
 from accel_fsdp_tools.progress import LoaderProgress, track
-from accel_fsdp_tools.rng import RngSnapshot
-from tests.loader_kinds import NoisyDataset, make_accelerator, seed_everything
+from tests.loader_kinds import NoisyDataset, make_accelerator, seed_everything, unchanged_process
 
 _GLOBALS = ["dataset", "__class__", "__getitem__", "__globals__"]
 _MARK = "only a tampered record could have written this"
@@ -28,13 +27,8 @@ _MARK = "only a tampered record could have written this"
 
 @pytest.fixture(autouse=True)
 def _unchanged_process() -> Iterator[None]:
-    from accelerate.state import AcceleratorState, GradientState
-
-    before = RngSnapshot.capture()
-    yield
-    before.restore()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    with unchanged_process():
+        yield
 
 
 class Notes:

@@ -32,18 +32,14 @@ from tests.loader_kinds import (
     fork_workers,
     make_accelerator,
     seed_everything,
+    unchanged_process,
 )
 
 
 @pytest.fixture(autouse=True)
 def _unchanged_process() -> Iterator[None]:
-    from accelerate.state import AcceleratorState, GradientState
-
-    before = RngSnapshot.capture()
-    yield
-    before.restore()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    with unchanged_process():
+        yield
 
 
 def _prepare(*loaders: DataLoader, seed: int = 1, **config: Any) -> tuple[Any, ...]:

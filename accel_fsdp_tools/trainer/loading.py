@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..disk_values import iterate_differences, read_values, simplify
 from ..errors import DataProgressError, MismatchError
+from ..load import COMPARES_MEMORY, verify_memory
 from ..load_notes import LoadNotes, build_report
 from ..manifest import DIRECTORY, Manifest, has_manifest, read_manifest
 from ..optimizer_io import load_optimizer
-from ..prepared import get_prepared
 from ..rank_state import RankState, read_rank_state
 from ..ranks import get_rank, get_world_size, run_on_each, run_together
 from ..report import LoadReport
-from ..verify_live import compare_with_checkpoint, require_verified
 from .contract import SCHEDULER, compare_runs, count_skipped, describe_kind
 from .data import TrainingData
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
     from ..rng import RngSnapshot
 
-_AFTER_LOAD = ("auto", "full", "fingerprint", "sample", "stats")
 _SCALER = "scaler.pt"
 
 
@@ -78,12 +76,8 @@ def finish_load(
     manifest = run_on_each(
         "reading the manifest", lambda: read_manifest(directory) if has_manifest(directory) else None
     )
-    if verify in _AFTER_LOAD:
-        report = compare_with_checkpoint(get_prepared(trainer.accelerator), directory, mode=verify, checks_sums=False)
-        require_verified(report)
-        counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
-        notes.notes.append(f"memory was compared with the checkpoint ({report.mode}: {counts})")
-        notes.notes.extend(f"{each.severity.value}: {each.message}" for each in report.findings)
+    if verify in COMPARES_MEMORY:
+        verify_memory(trainer.accelerator, directory, verify, None, notes)
     run_together("comparing scheduler and scaler", lambda: _compare_states(trainer, directory))
     state = _read_state(directory, manifest, strict, notes)
     shifts = [] if manifest is None else [each.text for each in compare_runs(trainer, manifest)[0]]

@@ -13,6 +13,7 @@ from ..errors import CallOrderError, UsageError
 from ..export.target import check_target
 from ..holding import HeldRoot
 from ..keeping import settle_checkpoint
+from ..load import COMPARES_MEMORY, READS_CHECKSUMS
 from ..load_notes import LoadNotes
 from ..manifest import TRAINER, WRITER, Lineage
 from ..prepared import get_prepared
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 logger = logging.getLogger(__name__)
-
-_READS_CHECKSUMS = ("auto", "full", "fingerprint", "sample", "stats", "files")
-_COMPARES_MEMORY = ("auto", "full", "fingerprint", "sample", "stats")
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class TrainingRun:
         self._held.take(get_run_id())
         order = Order(
             strict=self._options.strict,
-            verifies=self._options.verify in _READS_CHECKSUMS,
+            verifies=self._options.verify in READS_CHECKSUMS,
             on_damage=self._options.on_damage,
             max_resumes=self._options.max_resumes,
             fresh=self._options.fresh,
@@ -240,7 +238,7 @@ class TrainingRun:
         """Compare the model with the best checkpoint, where the Trainer has just loaded that."""
         trainer = self._trainer
         best = trainer.state.best_model_checkpoint
-        if not trainer.args.load_best_model_at_end or best is None or self._options.verify not in _COMPARES_MEMORY:
+        if not trainer.args.load_best_model_at_end or best is None or self._options.verify not in COMPARES_MEMORY:
             return
         prepared = get_prepared(trainer.accelerator, optimizers=False)
         require_verified(compare_with_checkpoint(prepared, Path(best).absolute(), mode="auto", checks_sums=False))
