@@ -21,7 +21,7 @@ from .formats.scan import scan_checkpoint
 from .live import describe_topology, is_fsdp
 from .load_notes import LoadNotes, build_report
 from .load_objects import load_objects
-from .manifest import DIRECTORY, Manifest, has_manifest, read_manifest
+from .manifest import DIRECTORY, Manifest, find_manifest, has_manifest
 from .model_changes import ModelChanges, ModelPlan, Rename, make_plans
 from .pace import restore_paces
 from .permissions import Permissions
@@ -140,7 +140,7 @@ def load_checkpoint(
     run_on_main("recovering", lambda: _recover(directory))
     check_data_resume(data_resume)
     run_together("checking before the load", lambda: _check_before(accelerator, directory, verify, allow_after_step))
-    manifest = run_on_each("reading the manifest", lambda: _read_manifest(directory))
+    manifest = run_on_each("reading the manifest", lambda: find_manifest(directory))
     _check_same_view(directory, manifest)
     kind = run_on_each("looking at the files", lambda: layout.detect_state_dict_type(directory))
     plans = run_on_each("planning the models", lambda: _make_plans(accelerator, directory, manifest, kind, changes))
@@ -212,10 +212,6 @@ def check_is_checkpoint(directory: Path) -> None:
             else ""
         )
         raise CheckpointNotFoundError(f"{directory} holds no checkpoint.{hint}", path=str(directory))
-
-
-def _read_manifest(directory: Path) -> Manifest | None:
-    return read_manifest(directory) if has_manifest(directory) else None
 
 
 def _check_same_view(directory: Path, manifest: Manifest | None) -> None:

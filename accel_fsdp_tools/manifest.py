@@ -166,6 +166,11 @@ def has_manifest(directory: Path) -> bool:
     return (directory / MANIFEST_PATH).is_file()
 
 
+def find_manifest(checkpoint: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint, None if it has none. Raises what `read_manifest` does."""
+    return read_manifest(checkpoint) if has_manifest(checkpoint) else None
+
+
 def read_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of the checkpoint at `directory`.
 

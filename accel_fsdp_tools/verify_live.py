@@ -31,7 +31,7 @@ from .compare_recorded import (
 from .disk_checks import check_disk
 from .errors import DamagedCheckpointError, MismatchError, UsageError
 from .findings import PLAIN_VERDICTS, Finding, VerifyReport
-from .manifest import Manifest, has_manifest, read_manifest
+from .manifest import Manifest, find_manifest
 from .prepared import NameFilter, Prepared, get_prepared, make_filter
 from .proven import HoldingRecord, Key
 from .ranks import run_together
@@ -114,7 +114,7 @@ def compare_with_checkpoint(
         before: the statistics from before a load (`take_statistics`), to tell what did not change in it.
     """
     started = time.monotonic()
-    manifest = read_manifest(directory) if has_manifest(directory) else None
+    manifest = find_manifest(directory)
     _check_arguments(prepared, directory, manifest, mode, tolerance, before)
     has_fingerprints = _has_fingerprints(manifest)
     used = mode

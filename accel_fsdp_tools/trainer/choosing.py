@@ -13,7 +13,7 @@ from ..files import check_files
 from ..latest import latest_checkpoint
 from ..load import check_is_checkpoint
 from ..load_notes import LoadNotes
-from ..manifest import STATES, Manifest, has_manifest, read_manifest
+from ..manifest import STATES, Manifest, find_manifest, has_manifest, read_manifest
 from ..permissions import Permissions
 from ..ranks import broadcast, gather_all, get_rank, get_world_size, run_on_each, run_on_main, run_together
 from ..report import LoadReport, StateOutcome, Status
@@ -115,7 +115,7 @@ def _examine(trainer: Trainer, path: Path, order: Order) -> LoadReport:
     notes = LoadNotes()
 
     def look() -> None:
-        manifest = read_manifest(path) if has_manifest(path) else None
+        manifest = find_manifest(path)
         lacking = check_complete(path, get_world_size())
         notes.notes.extend(lacking)
         _check_kind(trainer, path)

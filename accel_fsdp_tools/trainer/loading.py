@@ -15,7 +15,7 @@ from ..disk_values import iterate_differences, read_values, simplify
 from ..errors import DataProgressError, MismatchError
 from ..load import COMPARES_MEMORY, verify_memory
 from ..load_notes import LoadNotes, build_report
-from ..manifest import DIRECTORY, Manifest, has_manifest, read_manifest
+from ..manifest import DIRECTORY, Manifest, find_manifest, has_manifest, read_manifest
 from ..optimizer_io import load_optimizer
 from ..rank_state import RankState, read_rank_state
 from ..ranks import get_rank, get_world_size, run_on_each, run_together
@@ -73,9 +73,7 @@ def finish_load(
         MismatchError: the scheduler is not where the Trainer's count of updates is.
         DataProgressError, RngStateError: (strict) a rank's place in the data or its generators cannot be restored.
     """
-    manifest = run_on_each(
-        "reading the manifest", lambda: read_manifest(directory) if has_manifest(directory) else None
-    )
+    manifest = run_on_each("reading the manifest", lambda: find_manifest(directory))
     if verify in COMPARES_MEMORY:
         verify_memory(trainer.accelerator, directory, verify, None, notes)
     run_together("comparing scheduler and scaler", lambda: _compare_states(trainer, directory))
