@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -283,9 +285,13 @@ def test_old_ones_go_only_after_the_new_one_is_committed(tmp_path: Path) -> None
     assert seen == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
     assert list_checkpoints(out) == ["checkpoint-1-merged", "checkpoint-3", "checkpoint-77"]
     plain = dataclasses.replace(setup, folder=str(tmp_path / "plain"), with_callback=False)
-    (tmp_path / "plain" / "checkpoint-1-merged").mkdir(parents=True)
+    merged = tmp_path / "plain" / "checkpoint-1-merged"
+    merged.mkdir(parents=True)
+    hours_ago = time.time() - 7200  # within a second of one another it goes by numbers, where these two are equal
+    os.utime(merged, (hours_ago, hours_ago))
     outcome = run_ranks(train, plain, folder=tmp_path / "ranks of plain")[0]
     assert outcome.seen_at_save == [["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]], "fixed upstream"
+    assert not merged.exists(), "fixed upstream"
 
 
 def test_the_best_one_stays_is_loaded_at_the_end_and_exported(tmp_path: Path) -> None:
