@@ -90,6 +90,7 @@ def _load_sharded_fsdp2(plugin: Any, model: torch.nn.Module, raw: torch.optim.Op
     )
 
     saved = _get_saved_parameters(path)
+    _forget_training(raw)
     wanted: dict[str, Any] = get_optimizer_state_dict(model, raw)
     stateless = [name for name in wanted["state"] if clean_fqn(name) not in saved]
     for name in stateless:
@@ -101,6 +102,16 @@ def _load_sharded_fsdp2(plugin: Any, model: torch.nn.Module, raw: torch.optim.Op
     for name in stateless:
         raw.state.pop(names[clean_fqn(name)], None)
     return stateless
+
+
+def _forget_training(raw: torch.optim.Optimizer) -> None:
+    """Make an optimizer as one that has made no update: torch makes up state for all its parameters or for none.
+
+    Gradients go too: where there is one, torch makes up none.
+    """
+    if raw.state:
+        raw.state.clear()
+        raw.zero_grad(set_to_none=True)
 
 
 def _load_sharded_fsdp1(plugin: Any, model: torch.nn.Module, raw: torch.optim.Optimizer, path: Path) -> list[str]:

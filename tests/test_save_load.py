@@ -334,6 +334,39 @@ def test_another_set_of_prepared_objects_is_named(good: tuple[Path, list[Any]], 
         assert results["after a step, on purpose"] is True
 
 
+def _go_back(path: str, setup: Setup) -> tuple[Any, Any, Any]:
+    """Go back in the process that trained on, with gradients of a batch that no update has used."""
+    from accel_fsdp_tools import load_state, save_state, track
+
+    objects = build(setup, seed=1)
+    track(objects.accelerator)
+    _train_a_little(objects)
+    save_state(objects.accelerator, path)
+    before = _digests(objects)
+    _train_a_little(objects)
+    ids = next(iter(objects.loader))["input_ids"]
+    objects.accelerator.backward(objects.model(input_ids=ids, labels=ids).loss)
+    moved = _digests(objects)
+    load_state(objects.accelerator, path, allow_after_step=True)
+    return before, moved, _digests(objects)
+
+
+@pytest.mark.parametrize(
+    ("version", "kind"),
+    [
+        (2, "SHARDED_STATE_DICT"),
+        pytest.param(2, "FULL_STATE_DICT", marks=pytest.mark.matrix),
+        pytest.param(1, "SHARDED_STATE_DICT", marks=pytest.mark.matrix),
+        pytest.param(1, "FULL_STATE_DICT", marks=pytest.mark.matrix),
+    ],
+)
+def test_going_back_with_a_parameter_that_was_never_trained(tmp_path: Path, version: int, kind: str) -> None:
+    setup = Setup(num_items=24, accumulation=1, fsdp_version=version, state_dict_type=kind, unused_parameter=True)
+    for before, moved, after in run_ranks(_go_back, str(tmp_path / "c"), setup, folder=tmp_path / "r"):
+        assert moved != before
+        assert after == before
+
+
 def _load_other_model(path: str) -> Any:
     from accel_fsdp_tools import load_state
 
