@@ -86,8 +86,12 @@ def _train(
     return log
 
 
-def _merge(logs: list[Log]) -> dict[int, list[int]]:
-    """The samples of all ranks by update."""
+def _merge(logs: list[Log], setup: Setup) -> dict[int, list[int]]:
+    """The samples of all ranks by update; ranks of a tensor-parallel group have the same."""
+    num_equal = setup.mesh[2] if setup.mesh else 1
+    for rank, log in enumerate(logs):
+        assert log.ids == logs[rank // num_equal * num_equal].ids
+    logs = logs[::num_equal]
     for log in logs[1:]:
         assert (log.rates, log.steps, log.ends) == (logs[0].rates, logs[0].steps, logs[0].ends)
     return {step: sorted(sample for log in logs for sample in log.ids[step]) for step in logs[0].ids}
@@ -103,9 +107,11 @@ CASES = {
     "to-one-filled-up": (_set(2, 6, 1), _set(1, 12, 1), 6),
     "accumulated-instead": (_set(4, 1, 3, 48), _set(2, 3, 2, 48), 6),
     "at-an-epochs-end": (_set(3, 2, 2), _set(2, 3, 2), 4),
+    "replicas": (_set(4, 3, 1, mesh=(2, 2, 1)), _set(2, 6, 1), 5),
+    "tensor-parallel": (_set(4, 6, 1, mesh=(1, 2, 2)), _set(3, 4, 1), 5),
     "seedable": (_set(2, 2, 3, 41, seedable=True), _set(4, 1, 3, 41, seedable=True), 5),
 }
-COVERED = ("accumulated-instead", "at-an-epochs-end", "seedable")
+COVERED = ("accumulated-instead", "at-an-epochs-end", "seedable", "replicas", "tensor-parallel")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +125,7 @@ def test_the_same_samples_in_the_same_updates(tmp_path: Path, name: str) -> None
     resumed = run_ranks(
         _train, str(root), other, elastic="exact", seed=77, save_at=save_at + 3, world_size=now, folder=tmp_path / "r1"
     )
-    expected, actual = _merge(whole), _merge(resumed)
+    expected, actual = _merge(whole, setup), _merge(resumed, other)
     assert list(actual) == list(range(save_at + 1, max(expected) + 1))
     assert actual == {step: expected[step] for step in actual}
     assert resumed[0].ends[-1] == whole[0].ends[-1]
@@ -139,7 +145,7 @@ def test_the_same_samples_in_the_same_updates(tmp_path: Path, name: str) -> None
         return  # the way back is another case's
     again = run_ranks(_train, str(root), setup, elastic="exact", seed=5, world_size=before, folder=tmp_path / "r2")
     assert again[0].position.step == save_at + 3
-    last = _merge(again)
+    last = _merge(again, setup)
     assert last == {step: expected[step] for step in range(save_at + 4, max(expected) + 1)}
     assert again[0].rates == pytest.approx({step: whole[0].rates[step] for step in last}, rel=1e-12)
 

@@ -38,6 +38,7 @@ class Setup:
     tie: bool = False
     optimizer: str = "AdamW"
     async_save: bool = False
+    mesh: tuple[int, int, int] | None = None  # replicas, shards, tensor-parallel ranks (which hold replicas here)
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Objects:
 
 def build_accelerator(setup: Setup, *, wrap: list[str] | None = None) -> Any:
     from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
     from accel_fsdp_tools import enable_cpu_fsdp
     from tests.models import LAYER_CLASS
@@ -100,8 +101,13 @@ def build_accelerator(setup: Setup, *, wrap: list[str] | None = None) -> Any:
             "sync_module_states": False,
             "cpu_ram_efficient_loading": False,
         }
+    parallelism = None
+    if setup.mesh is not None:
+        names = ("dp_replicate_size", "dp_shard_size", "tp_size")
+        parallelism = ParallelismConfig(**dict(zip(names, setup.mesh, strict=True)))
     return Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(**arguments),
+        parallelism_config=parallelism,
         gradient_accumulation_steps=setup.accumulation,
         mixed_precision=setup.mixed_precision,
         dataloader_config=_dataloader_config(setup),
@@ -130,6 +136,8 @@ def build(setup: Setup, *, seed: int) -> Objects:
     torch.manual_seed(seed)
     model = build_tiny_llama(vocab_size=VOCABULARY, num_layers=setup.num_layers, tie=setup.tie, attention_dropout=0.2)
     model.train()
+    if setup.mesh is not None and setup.mesh[2] > 1:
+        model._tp_size = setup.mesh[2]
     if setup.unused_parameter:
         with torch.random.fork_rng(devices=[]):
             model.unused = torch.nn.Linear(5, 3)
