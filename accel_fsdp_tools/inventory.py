@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -223,7 +223,7 @@ def build_manifest(
         epoch=epoch,
         lineage=lineage,
         topology=describe_topology(accelerator),
-        versions=_get_versions(),
+        versions=dict(_get_versions()),
         states={
             "model": {
                 "count": len(accelerator._models),
@@ -266,6 +266,7 @@ def complete_manifest(manifest: Manifest, inventory: Inventory, files: tuple[Fil
     )
 
 
+@cache  # looked up on disk, and what is loaded stays the same
 def _get_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in ("accel-fsdp-tools", "torch", "accelerate", "transformers", "numpy"):

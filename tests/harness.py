@@ -9,15 +9,17 @@ connection), and results count, not exit codes: a process may abort at exit afte
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,24 @@ class RankOutcome:
     finished: bool = False
 
 
+def _count_ports() -> Iterator[int]:
+    """Ports below those that the system gives to whoever asks for any, which may take one before its ranks do."""
+    ports = range(15_000, 32_000)
+    start = random.SystemRandom().randrange(len(ports))
+    for number in itertools.count(start):
+        yield ports[number % len(ports)]
+
+
+_PORTS = _count_ports()
+
+
 def find_free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    """Return a port that nobody listens at, and that no other call returns for long."""
+    for port in _PORTS:
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("", port))
+            return port
+    raise AssertionError("unreachable")
 
 
 def _rank_main(

@@ -10,28 +10,10 @@ import pytest
 import yaml
 
 from tests.harness import run_ranks
+from tests.launching import CONFIGS, merge_arguments, read_launch_environment
 
-FOLDER = Path(__file__).parent.parent / "accelerate_configs"
-NAMES = sorted(path.name for path in FOLDER.iterdir())
+NAMES = sorted(path.name for path in CONFIGS.iterdir())
 CPU_NAMES = [name for name in NAMES if name.endswith("_cpu.yaml")]
-
-
-def _merge(name: str, *flags: str) -> Any:
-    """Return the arguments that `accelerate launch --config_file NAME FLAGS script.py` arrives at."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
-    arguments = ["--config_file", str(FOLDER / name), *flags, "script.py"]
-    return _validate_launch_command(launch_command_parser().parse_args(arguments))[0]
-
-
-def _launch_environment(name: str, *flags: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Return the variables that the launched processes get because of the config."""
-    from accelerate.utils import launch
-
-    monkeypatch.setattr(launch, "is_port_in_use", lambda port: False)
-    environment = launch.prepare_multi_gpu_env(_merge(name, *flags))
-    prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-    return {key: value for key, value in environment.items() if key.startswith(prefixes)}
 
 
 def test_the_list_is_complete() -> None:
@@ -45,21 +27,21 @@ def test_every_key_is_one_that_accelerate_knows(name: str) -> None:
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import DistributedType
 
-    config = load_config_from_file(str(FOLDER / name))  # raises for unknown keys at the top level only
+    config = load_config_from_file(str(CONFIGS / name))  # raises for unknown keys at the top level only
     assert config.distributed_type == DistributedType.FSDP
     assert config.mixed_precision in ("no", "bf16")  # an unquoted `no` would be False here
     assert config.use_cpu == (name in CPU_NAMES)
     known = vars(launch_command_parser().parse_args(["script.py"]))
     nested = {**config.fsdp_config, **config.parallelism_config}
     assert set(nested) <= set(known)
-    merged = vars(_merge(name))
+    merged = vars(merge_arguments(name))
     assert {key: merged[key] for key in nested} == nested
     assert merged["use_fsdp"] is True
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_header_says_what_to_change(name: str) -> None:
-    text = (FOLDER / name).read_text()
+    text = (CONFIGS / name).read_text()
     header = text[: text.index("compute_environment")]
     assert f"accelerate launch --config_file accelerate_configs/{name} " in header
     assert all(key in header for key in ("num_processes", "fsdp_transformer_layer_cls_to_wrap", "mixed_precision"))
@@ -75,7 +57,7 @@ def test_launched_processes_build_the_plugin_that_was_meant(name: str, monkeypat
     from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-    environment = _launch_environment(name, monkeypatch=monkeypatch)
+    environment = read_launch_environment(name)
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     assert environment["ACCELERATE_USE_FSDP"] == "true"
@@ -105,7 +87,7 @@ def test_two_nodes_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launch, "is_port_in_use", lambda port: False)
     for rank in (0, 1):
-        arguments = _merge("fsdp2_2nodes.yaml", "--machine_rank", str(rank))
+        arguments = merge_arguments("fsdp2_2nodes.yaml", "--machine_rank", str(rank))
         launch.prepare_multi_gpu_env(arguments)
         assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("2", "8", rank)
         assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("static", "10.0.0.1:29500")
@@ -135,8 +117,8 @@ def _shard_with_config(environment: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def test_hsdp_shards_within_groups_and_replicates_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = _launch_environment("fsdp2_hsdp.yaml", monkeypatch=monkeypatch)
+def test_hsdp_shards_within_groups_and_replicates_between_them(tmp_path: Path) -> None:
+    environment = read_launch_environment("fsdp2_hsdp.yaml")
     assert environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
     assert environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "4"
     environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2"  # four ranks, not eight

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.launching import CONFIGS, ROOT, run_script
+
+CONFIG = "fsdp2_cpu.yaml"
 KILL_AT, LAST_CHECKPOINT, NUM_STEPS = 10, 8, 12
 
 
@@ -30,9 +32,12 @@ def _run(*command: str | Path, timeout_s: float = 200.0) -> subprocess.Completed
     )
 
 
+def _launch(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return _run("-m", "accelerate.commands.launch", "--config_file", CONFIGS / CONFIG, *command)
+
+
 def _train(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/fsdp2_cpu.yaml"]
-    return _run(*launch, "examples/finetune_lm.py", "--model", "tiny", "--output-dir", output, *options)
+    return _launch("examples/finetune_lm.py", "--model", "tiny", "--output-dir", output, *options)
 
 
 def _compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -43,8 +48,8 @@ def _compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `uninterrupted` and `interrupted`: the latter killed at step 10, then started again."""
     folder = tmp_path_factory.mktemp("runs")
-    reference = _train(folder / "uninterrupted")
-    assert reference.returncode == 0, reference.stderr[-3000:]
+    reference = ["--model", "tiny", "--output-dir", folder / "uninterrupted"]
+    run_script("examples/finetune_lm.py", *reference, config=CONFIG, folder=tmp_path_factory.mktemp("ranks"))
 
     kill = ["--kill-at-step", str(KILL_AT)]
     killed = _train(folder / "interrupted", *kill)
@@ -68,8 +73,7 @@ def test_resumed_run_equals_the_uninterrupted_one(runs: Path, tmp_path: Path) ->
 
 
 def _train_with_trainer(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/fsdp2_cpu.yaml"]
-    return _run(*launch, "examples/trainer_callback.py", "--output-dir", output, *options)
+    return _launch("examples/trainer_callback.py", "--output-dir", output, *options)
 
 
 @pytest.mark.matrix
@@ -85,9 +89,9 @@ def test_the_trainer_ends_the_same_killed_or_not(tmp_path: Path) -> None:
 
 
 def test_the_example_with_the_trainer_runs(tmp_path: Path) -> None:
-    result = _train_with_trainer(tmp_path / "run", "--samples", "17")
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "as the model in training does" in result.stdout
+    options = ["--output-dir", tmp_path / "run", "--samples", "17"]
+    printed = run_script("examples/trainer_callback.py", *options, config=CONFIG, folder=tmp_path / "ranks")
+    assert "as the model in training does" in printed
 
 
 def test_log_holds_every_step_and_those_computed_twice(runs: Path) -> None:
