@@ -24,7 +24,6 @@ from ..extents import DTYPE_SIZES, ByteRange, DiskTensor, Run
 from ..fingerprint import Fingerprint, fingerprint_bytes
 from ..formats.reading import FileCache, read_into
 from ..meter import Meter, Progress
-from .casting import cast_block
 from .computed import Compute
 from .outputs import OutputFile
 from .planning import (
@@ -335,6 +334,8 @@ class _Copier:
             if has_sums:
                 sums += fingerprint_bytes(block, source.dtype, Run(unit.start + first, count), source.shape)
             if tensor.dtype != source.dtype:
+                from .casting import cast_block  # numpy, which a copy needs not
+
                 out = self._get_cast_buffer(count * out_size)
                 num_overflowed += cast_block(block, source.dtype, tensor.dtype, out).num_overflowed
                 crc_out = crc32(out, crc_out)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..background import wait_alone
 from ..errors import UsageError
 from ..extents import DiskTensor
 from ..files import fsync_directory, write_json_durably
@@ -18,8 +18,6 @@ from ..meter import Progress
 from .companions import Companions, resolve_model, write_companions
 from .content import Choices
 from .copying import CopyResult, copy_tensors
-from .load_adapters import check_adapters
-from .load_check import check_load
 from .outputs import MAX_SHARD_SIZE, parse_size
 from .plans import Part, Plan, Request, make_plan
 from .proof import OutputProof, ProofResult, list_expected, prove_tensors
@@ -106,7 +104,7 @@ def export_checkpoint(
         UnsupportedError: it cannot be exported without guessing.
     """
     started = time.monotonic()
-    wait_alone()  # this process may be writing that checkpoint in the background
+    _finish_own_save()
     _check_arguments(dtype, max_shard_size, state, verify, base, only, adapter, merge_adapter)
     target = Path(out).expanduser().absolute()
     check_target(target, Path(path).expanduser().absolute(), overwrite=overwrite)
@@ -138,6 +136,13 @@ def export_checkpoint(
         if report:
             write_json_durably(staging / REPORT_NAME, done.to_dict())
     return done
+
+
+def _finish_own_save() -> None:
+    """Wait for this process, which may be writing that checkpoint in the background."""
+    background = sys.modules.get("accel_fsdp_tools.background")  # who has not loaded it, saves nothing
+    if background is not None:
+        background.wait_alone()
 
 
 def _check_arguments(
@@ -292,6 +297,9 @@ def _join_proofs(proofs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def _check_load(plan: Plan, staging: Path, request: Request) -> tuple[str, bool]:
+    from .load_adapters import check_adapters
+    from .load_check import check_load
+
     path, trusted = plan.selection.path, request.choices.trust_remote_code
     if plan.adapters is None:
         check = check_load(staging, path, index=request.index, key=request.key, trust_remote_code=trusted)
