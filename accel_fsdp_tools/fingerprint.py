@@ -17,16 +17,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .errors import UnsupportedError, UsageError
 from .extents import DTYPE_SIZES, Box, Part, Run, Shape, get_whole, split_into_runs
-from .weighted_sums import MASK, Sums, list_rows, sum_on_device
 
 if TYPE_CHECKING:
     import torch
 
 VERSION = 1
+
+_MASK = (1 << 64) - 1
 
 _MIN_RUN_BYTES = 32768  # shorter runs are taken many at a time: a call of numpy costs as much as some kilobytes
 _CHUNK_BYTES = 1 << 18  # of short runs at a time
@@ -46,8 +45,8 @@ class Fingerprint:
 
     def __add__(self, other: Fingerprint) -> Fingerprint:
         return Fingerprint(
-            (self.total + other.total) & MASK,
-            (self.weighted + other.weighted) & MASK,
+            (self.total + other.total) & _MASK,
+            (self.weighted + other.weighted) & _MASK,
             self.num_bytes + other.num_bytes,
         )
 
@@ -104,6 +103,10 @@ def fingerprint_bytes(buffer: Any, dtype: str, part: Part, shape: Shape) -> Fing
     Raises:
         UsageError: the dtype is unknown, or the buffer has not the size of the part.
     """
+    import numpy as np  # here: who handles recorded fingerprints only does not wait for numpy
+
+    from .weighted_sums import Sums, list_rows
+
     size = _get_element_size(dtype)
     data = np.frombuffer(buffer, np.uint8) if memoryview(buffer).nbytes else np.empty(0, np.uint8)
     _check_size(data.size, part, size)
@@ -120,7 +123,7 @@ def fingerprint_bytes(buffer: Any, dtype: str, part: Part, shape: Shape) -> Fing
             starts, length = list_rows(_shift(part, inner), shape)
             chunk = data[offset * size : (offset + inner.numel) * size]
             sums.add_rows(starts * size, chunk.reshape(len(starts), length * size), min(size, 4))
-    return Fingerprint(sums.total & MASK, sums.weighted & MASK, data.size)
+    return Fingerprint(sums.total & _MASK, sums.weighted & _MASK, data.size)
 
 
 def fingerprint_tensor(tensor: torch.Tensor, part: Part, shape: Shape) -> Fingerprint:
@@ -143,6 +146,8 @@ def fingerprint_tensor(tensor: torch.Tensor, part: Part, shape: Shape) -> Finger
         UnsupportedError: its elements cannot be read (a meta or sparse tensor, an unknown dtype).
     """
     import torch
+
+    from .weighted_sums import sum_on_device
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_meta or tensor.layout != torch.strided or dtype not in DTYPE_SIZES:

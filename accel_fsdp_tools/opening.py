@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import ManifestError
 from .formats.checkpoint import Checkpoint
-from .formats.flat import Layout
 from .formats.opening import read_checkpoint
 from .manifest import ModelFacts, has_manifest, read_manifest
+
+if TYPE_CHECKING:
+    from .formats.flat import Layout
 
 
 def open_checkpoint(

@@ -176,7 +176,7 @@ class Sums:
                 sums = _sum_whole_blocks(words[done : done + size].reshape(-1, _PAIRS))
                 sums *= get_multipliers(block, sums.size)
                 self.weighted += int(np.add.reduce(sums))
-            self.total += int(np.einsum("i->", words[done : done + size]))
+            self.total += int(np.add.reduce(words[done : done + size]))
             done += size
 
     def add_rows(self, positions: Indices, rows: Bytes, unit: int) -> None:

@@ -75,7 +75,7 @@ def test_equals_save_pretrained(
     assert extra == {REPORT_NAME} | (set() if name == "plain" else tokenizer)
     written = json.loads((out / REPORT_NAME).read_text())
     assert written["ok"] is True
-    assert set(written["seconds"]) == {"plan", "architecture", "copy", "proof"}
+    assert set(written["seconds"]) == {"plan", "architecture", "copy"}
     assert written["num_tensors"] == report.num_tensors > 10
     if name == "plain":
         assert "none were recorded" in report.proof["fingerprints"]
@@ -223,7 +223,7 @@ def test_leftovers_of_a_killed_export_are_swept(copied: Path, tmp_path: Path) ->
     out = tmp_path / "out"
     script = (
         "import os, sys; from accel_fsdp_tools.export import offline; "
-        "offline.prove_output = lambda *a, **k: os._exit(9); offline.export_checkpoint(*sys.argv[1:])"
+        "offline.write_rest = lambda *a, **k: os._exit(9); offline.export_checkpoint(*sys.argv[1:])"
     )
     done = subprocess.run([sys.executable, "-c", script, str(copied), str(out)], check=False)
     assert done.returncode == 9

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_fsdp_tools.errors import UnsupportedError
-from accel_fsdp_tools.export.casting import SOURCE_DTYPES, TARGET_DTYPES, CastCounts, can_cast, cast_block
+from accel_fsdp_tools.export.casting import CastCounts, cast_block
+from accel_fsdp_tools.export.casts import SOURCE_DTYPES, TARGET_DTYPES, can_cast
 from tests.checkpoints import get_bytes
 
 PAIRS = [(source, target) for source in SOURCE_DTYPES for target in TARGET_DTYPES if source != target]

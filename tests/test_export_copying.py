@@ -20,7 +20,8 @@ from accel_fsdp_tools.errors import CheckpointIncompleteError, DamagedCheckpoint
 from accel_fsdp_tools.export import copying, planning, workers, writing
 from accel_fsdp_tools.export.copying import CopyResult, copy_tensors
 from accel_fsdp_tools.export.outputs import OutputFile, OutputTensor, split_into_files
-from accel_fsdp_tools.export.proof import Expected, list_expected, prove_output, prove_tensors
+from accel_fsdp_tools.export.proof import Expected, OutputProof, ProofResult, list_expected, prove_tensors
+from accel_fsdp_tools.export.source_checks import find_stored_crc
 from accel_fsdp_tools.extents import Box, ByteRange, DiskTensor, Extent, Run, get_whole
 from accel_fsdp_tools.fingerprint import Fingerprint, fingerprint_tensor
 from accel_fsdp_tools.opening import open_checkpoint
@@ -58,6 +59,17 @@ def save_plain(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, D
     return found
 
 
+def prove_output(
+    directory: Path, files: tuple[OutputFile, ...], expected: Mapping[str, Expected], **options: Any
+) -> ProofResult:
+    """Read the whole output once more, at the end."""
+    fingerprinted = {name for name, each in expected.items() if each.fingerprint is not None}
+    proof = OutputProof(directory, files, fingerprinted)
+    proof.open_files()
+    proof.read_share(**options)
+    return proof.conclude(expected)
+
+
 def check(
     folder: Path, tensors: Mapping[str, DiskTensor], expected: Mapping[str, torch.Tensor], **options: Any
 ) -> CopyResult:
@@ -65,14 +77,16 @@ def check(
     out = folder / "out"
     out.mkdir()
     files = plan(tensors)
-    result = copy_tensors(files, out, **options)
+    proof = OutputProof(out, files, ())
+    result = copy_tensors(files, out, again=proof, **options)
     save_file(
         {name: each.contiguous().clone() for name, each in expected.items()}, folder / "expected", {"format": "pt"}
     )
     assert (out / "model.safetensors").read_bytes() == (folder / "expected").read_bytes()
-    proof = prove_output(out, files, list_expected(result))
-    assert proof.num_tensors == len(expected)
-    assert proof.num_bytes == result.num_bytes_written == sum(each.nbytes for each in expected.values())
+    proven = proof.conclude(list_expected(result))
+    assert proven == prove_output(out, files, list_expected(result))
+    assert proven.num_tensors == len(expected)
+    assert proven.num_bytes == result.num_bytes_written == sum(each.nbytes for each in expected.values())
     return result
 
 
@@ -233,27 +247,32 @@ def test_files_of_other_sizes_and_progress(uneven: Path, tmp_path: Path) -> None
     assert len(files) > 2
     assert seen[-1][0] == seen[-1][1] == result.num_bytes_read
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    again: list[int] = []
-    prove_output(tmp_path, files, list_expected(result), progress=lambda done, _: again.append(done), num_threads=1)
-    assert again[-1] == result.num_bytes_written
 
 
 def test_nothing_imports_torch(uneven: Path, tmp_path: Path) -> None:
+    """And numpy, which takes as long to load as all the rest, is for casts, fingerprints and columns only."""
     code = (
         "import sys\n"
         "from pathlib import Path\n"
+        "import accel_fsdp_tools.export.offline\n"
         "from accel_fsdp_tools.export.copying import copy_tensors\n"
         "from accel_fsdp_tools.export.outputs import OutputTensor, split_into_files\n"
-        "from accel_fsdp_tools.export.proof import list_expected, prove_output\n"
+        "from accel_fsdp_tools.export.proof import OutputProof, list_expected\n"
         "from accel_fsdp_tools.opening import open_checkpoint\n"
         "tensors = open_checkpoint(sys.argv[1]).model.tensors\n"
         "tensors = {k: v for k, v in tensors.items() if v.dtype == 'float32'}\n"
-        "files = split_into_files([OutputTensor(k, v, 'bfloat16') for k, v in tensors.items()])\n"
-        "result = copy_tensors(files, Path(sys.argv[2]))\n"
-        "prove_output(Path(sys.argv[2]), files, list_expected(result))\n"
-        "assert len(result.tensors) == 4, result\n"
-        "heavy = {'torch', 'safetensors', 'transformers', 'accelerate'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "def export(tensors, dtype):\n"
+        "    files = split_into_files([OutputTensor(k, v, dtype) for k, v in tensors.items()])\n"
+        "    out = Path(sys.argv[2], dtype)\n"
+        "    out.mkdir()\n"
+        "    proof = OutputProof(out, files, ())\n"
+        "    result = copy_tensors(files, out, again=proof)\n"
+        "    proof.conclude(list_expected(result))\n"
+        "    assert len(result.tensors) == len(tensors), result\n"
+        "    return {'torch', 'safetensors', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)\n"
+        "rows = {k: v for k, v in tensors.items() if k != 'columns'}\n"
+        "assert len(rows) == 3 and not export(rows, 'float32'), sorted(sys.modules)\n"
+        "assert export(tensors, 'bfloat16') == {'numpy'}, sorted(sys.modules)\n"
     )
     command = [sys.executable, "-W", "error", "-c", code, str(uneven), str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -477,19 +496,108 @@ def test_a_wrong_header_or_size_is_found(
         prove_output(out, files, expected)
 
 
-def test_a_write_to_a_wrong_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bytes read are right, one block goes elsewhere."""
+def copy_proven(tensors: Mapping[str, DiskTensor], out: Path, dtype: str | None = None, **options: Any) -> ProofResult:
+    """Copy and prove in one pass, as an export does; stored CRCs vouch for what is kept."""
+    out.mkdir()
+    files = plan(tensors, dtype)
+    crcs = {
+        output.name: crc
+        for file in files
+        for output in file.tensors
+        if output.dtype == output.source.dtype and (crc := find_stored_crc(output.source)) is not None
+    }
+    proof = OutputProof(out, files, ())
+    result = copy_tensors(files, out, again=proof, vouched=crcs, **options)
+    return proof.conclude(list_expected(result, stored_crcs=crcs))
+
+
+@pytest.mark.usefixtures("small_units")
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_write_to_a_wrong_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None) -> None:
+    """All bytes read are right, one block goes elsewhere: over one that was proven, or over one still to come."""
+    values = {name: torch.randn(100) for name in ("a", "b", "c")}
+    tensors = save_plain(tmp_path, values)
+    copy_proven(tensors, tmp_path / "right", dtype)
+    right = writing.Writer.write
+    for number, distance in ((1, 32), (5, -64), (20, 200), (20, -4)):
+        count = 0
+
+        def write(
+            self: writing.Writer,
+            name: str,
+            offset: int,
+            data: memoryview,
+            number: int = number,
+            distance: int = distance,
+        ) -> None:
+            nonlocal count
+            count += bool(offset)  # the header apart
+            right(self, name, offset + (distance if count == number else 0), data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writing.Writer, "write", write)
+            with pytest.raises(DamagedCheckpointError, match=r"'[abc]' is not what was read"):
+                copy_proven(tensors, tmp_path / f"out{number}{distance}", dtype, num_threads=1)
+
+
+@pytest.mark.usefixtures("small_units")
+def test_zeros_cannot_go_to_a_wrong_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be found at the right one all the same, since files are made of zeros. So none are written."""
+    values = {"a": torch.ones(40), "b": torch.zeros(80), "c": torch.tensor([0.0, 0.0, 1.0]), "d": torch.zeros(3)}
+    tensors = save_plain(tmp_path, values)
+    written: list[bytes] = []
     right = writing.Writer.write
 
     def write(self: writing.Writer, name: str, offset: int, data: memoryview) -> None:
-        right(self, name, offset + (400 if len(data) == 400 and offset < 1000 else 0), data)
+        written.append(bytes(data))
+        right(self, name, offset, data)
 
     monkeypatch.setattr(writing.Writer, "write", write)
-    values = {name: torch.randn(100) for name in ("a", "b", "c")}
-    files = plan(save_plain(tmp_path, values))
-    result = copy_tensors(files, tmp_path)
-    with pytest.raises(DamagedCheckpointError, match=r"'[abc]' is not what was read"):
-        prove_output(tmp_path, files, list_expected(result))
+    copy_proven(tensors, tmp_path / "out")
+    assert all(any(data) for data in written)
+    assert sum(map(len, written[1:])) == 40 * 4 + 3 * 4
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("what", ["source", "output", "alias", "header"])
+def test_stored_crcs_vouch_for_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """One comparison from the stored items to the output, for each tensor that is made of them."""
+    tensors = save_plain(tmp_path, {"good": torch.randn(9), "bad": torch.randn(50)})
+    tensors["c"] = replace(tensors["bad"], fqn="c")  # the same items twice
+    assert find_stored_crc(tensors["bad"]) == tensors["bad"].extents[0].bytes.crc32
+    source = tmp_path / "source.raw"
+    right = os.pwrite
+    if what == "source":
+        flip_bit(source, tensors["bad"].extents[0].offset + 7)
+
+    def write(descriptor: int, data: memoryview, offset: int) -> int:
+        written = bytearray(data)
+        if offset and len(data) == 200 and (what != "alias" or offset >= wrong_from):
+            written[7] ^= 1
+        if what == "header" and offset:
+            right(descriptor, b" ", 9)
+        return right(descriptor, written if what in ("output", "alias") else data, offset)
+
+    wrong_from = plan(tensors)[0].offsets[1]
+    monkeypatch.setattr(os, "pwrite", write)
+    with pytest.raises(DamagedCheckpointError) as caught:
+        copy_proven(tensors, tmp_path / "out", num_threads=1)
+    assert caught.value.path == str(source if what == "source" else tmp_path / "out" / "model.safetensors")
+    expected = {"source": "CRC-32", "output": "'bad' is not what was read", "alias": "'c' is not", "header": "header"}
+    assert expected[what] in str(caught.value)
+
+
+def test_where_no_stored_crc_vouches(tmp_path: Path) -> None:
+    """Part of an item, or none stored: the output is compared with what was read."""
+    tensors = save_plain(tmp_path, {"a": torch.randn(9)})
+    item = tensors["a"].extents[0].bytes
+    half = DiskTensor("a", "float32", (4,), (Extent(Run(0, 4), item),))
+    bare = replace(tensors["a"], extents=(Extent(get_whole((9,)), replace(item, crc32=None)),))
+    turned = DiskTensor("a", "float32", (3, 3), (Extent(get_whole((3, 3)), item, strides=(1, 3)),))
+    for number, tensor in enumerate((half, bare, turned)):
+        assert find_stored_crc(tensor) is None
+        assert copy_proven({"a": tensor}, tmp_path / str(number)).num_tensors == 1
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

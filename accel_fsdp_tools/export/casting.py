@@ -21,19 +21,7 @@ import numpy.typing as npt
 
 from ..errors import UnsupportedError
 from ..extents import DTYPE_SIZES
-
-TARGET_DTYPES = ("float32", "bfloat16", "float16")
-SOURCE_DTYPES = (
-    "float64",
-    "float32",
-    "bfloat16",
-    "float16",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-)
+from .casts import TARGET_DTYPES, can_cast
 
 _BLOCK = 1 << 16  # elements at a time: with what is computed from them they stay in a core's cache
 
@@ -52,18 +40,13 @@ class CastCounts:
         return CastCounts(self.num_overflowed + other.num_overflowed)
 
 
-def can_cast(source_dtype: str, target_dtype: str) -> bool:
-    """Return whether `cast_block` knows this pair: any floating dtype to itself or to one of `TARGET_DTYPES`."""
-    return source_dtype in SOURCE_DTYPES and (target_dtype in TARGET_DTYPES or target_dtype == source_dtype)
-
-
 def cast_block(source: memoryview, source_dtype: str, target_dtype: str, out: memoryview) -> CastCounts:
     """Cast consecutive elements, with the interpreter's lock released for most of the time.
 
     Args:
         source: the elements' bytes, little-endian; aligned ones are faster.
-        source_dtype: one of `SOURCE_DTYPES`.
-        target_dtype: one of `TARGET_DTYPES`, or the source's own.
+        source_dtype: one of `casts.SOURCE_DTYPES`.
+        target_dtype: one of `casts.TARGET_DTYPES`, or the source's own.
         out: filled in place; of just the right number of bytes.
 
     Returns:

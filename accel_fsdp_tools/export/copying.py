@@ -2,17 +2,21 @@
 
 Every byte passes once through one re-used buffer per thread, where it is checked, cast and summed while it is in the
 processor's cache. What was read is compared with the fingerprints of the manifest where there are any, which prove
-more, else with the CRCs that the checkpoint stores; what was written is remembered as a CRC per tensor, for `proof`.
-No torch.
+more, else with the CRCs that the checkpoint stores; what was written is remembered as a CRC per tensor, for `proof`,
+and can be read again at once. No torch.
+
+A block of zeros is not written: the files are made of zeros. So what is found at its place when it is read again has
+got there by its own write, and was not there before.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ..crc import combine_crc32, crc32
 from ..errors import AccelFsdpError, DamagedCheckpointError
@@ -20,7 +24,6 @@ from ..extents import DTYPE_SIZES, ByteRange, DiskTensor, Run
 from ..fingerprint import Fingerprint, fingerprint_bytes
 from ..formats.reading import FileCache, read_into
 from ..meter import Meter, Progress
-from .casting import cast_block
 from .computed import Compute
 from .outputs import OutputFile
 from .planning import (
@@ -39,6 +42,8 @@ from .planning import (
 from .source_checks import check_recorded, check_stored, describe_damage
 from .workers import count_threads, run_units
 from .writing import Writer, create_files, remove_files, sync_files
+
+_ZEROS = bytes(8)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,16 @@ class CopyResult:
         return sum(tensor.num_overflowed for tensor in self.tensors.values())
 
 
+class ReadsAgain(Protocol):
+    """What looks at the output while it is being written."""
+
+    def open_files(self) -> None:
+        """The files are there, and their headers; no tensor is."""
+
+    def enter_reader(self) -> AbstractContextManager[Callable[[str, int, int], None]]:
+        """Give one thread what it calls with each range that it has written: name, first element, number of them."""
+
+
 def copy_tensors(
     files: Sequence[OutputFile],
     directory: Path,
@@ -89,6 +104,7 @@ def copy_tensors(
     fingerprints: Mapping[str, Fingerprint] | None = None,
     vouched: Collection[str] = (),
     proven: Collection[str] = (),
+    again: ReadsAgain | None = None,
     progress: Progress | None = None,
     sync: bool = True,
 ) -> CopyResult:
@@ -103,14 +119,15 @@ def copy_tensors(
         check_crcs: compare every item that is read with the CRC-32 that the checkpoint stores for it, those excepted
             that hold only tensors with fingerprints, or vouched for or proven.
         fingerprints: what the sources of these tensors should be, by the tensors' names in the output.
-        vouched: names of tensors of which no CRC is computed, since `prove_output` will compare the output with the
-            fingerprint of the live tensor, from one end to the other.
+        vouched: names of tensors of which no CRC is computed, since the proof will compare the output with the
+            fingerprint of the live tensor or with the CRC of the stored items, from one end to the other.
         proven: names of tensors whose sources have been compared already (`prove_tensors`).
+        again: is told of every range as soon as it is written, by the thread that wrote it.
         progress: called with bytes of source tensors.
         sync: make files and directory durable at the end.
 
     Returns:
-        the counts, and what `prove_output` needs. Peak memory: 3 MB per thread (10 MB where float8 is cast), and
+        the counts, and what the proof needs. Peak memory: 3 MB per thread (10 MB where float8 is cast), and
         34 MB for all threads where tensors must be gathered from parts that are cut or stored by columns. What
         computed tensors need comes on top, see there.
 
@@ -130,10 +147,14 @@ def copy_tensors(
         num_bytes_read = sum(job.source.size_bytes for job in jobs)
         meter = Meter(num_bytes_read, progress)
 
+        if again is not None:
+            again.open_files()
+
         @contextmanager
         def enter_copier() -> Iterator[_Copier]:
-            with FileCache() as sources, Writer(directory) as writer:
-                yield _Copier(sources, writer, findings, meter)
+            reader = nullcontext() if again is None else again.enter_reader()
+            with FileCache() as sources, Writer(directory) as writer, reader as read_again:
+                yield _Copier(sources, writer, findings, meter, read_again)
 
         units = plan_units(
             jobs,
@@ -271,11 +292,19 @@ class _Findings:
 class _Copier:
     """One thread's buffers and open files."""
 
-    def __init__(self, sources: FileCache, writer: Writer, findings: _Findings, meter: Meter) -> None:
+    def __init__(
+        self,
+        sources: FileCache,
+        writer: Writer,
+        findings: _Findings,
+        meter: Meter,
+        read_again: Callable[[str, int, int], None] | None,
+    ) -> None:
         self._sources = sources
         self._writer = writer
         self._findings = findings
         self._meter = meter
+        self._read_again = read_again
         self._buffer = memoryview(bytearray(BLOCK_BYTES))
         self._cast = memoryview(b"")
         self._gathered = memoryview(b"")
@@ -305,15 +334,20 @@ class _Copier:
             if has_sums:
                 sums += fingerprint_bytes(block, source.dtype, Run(unit.start + first, count), source.shape)
             if tensor.dtype != source.dtype:
+                from .casting import cast_block  # numpy, which a copy needs not
+
                 out = self._get_cast_buffer(count * out_size)
                 num_overflowed += cast_block(block, source.dtype, tensor.dtype, out).num_overflowed
                 crc_out = crc32(out, crc_out)
                 block = out
-            self._writer.write(job.file, out_offset + first * out_size, block)
+            if not _is_zero(block):
+                self._writer.write(job.file, out_offset + first * out_size, block)
             self._meter.add(count * size)
         if tensor.dtype == source.dtype:
             crc_out = crc_in
         self._findings.add_copy(unit, crc_in, crc_out, num_overflowed, sums)
+        if self._read_again is not None:
+            self._read_again(tensor.name, unit.start, unit.length)
 
     def _get_block(self, unit: CopyUnit, start: int, length: int) -> memoryview:
         if unit.item is None:
@@ -354,6 +388,10 @@ class _Copier:
     def _read(self, job: Job, path: str, offset: int, block: memoryview) -> None:
         with _naming(job, path):
             self._sources.read_into(path, offset, block)
+
+
+def _is_zero(block: memoryview) -> bool:
+    return block[:8] == _ZEROS[: len(block)] and block.tobytes() == bytes(len(block))
 
 
 @contextmanager

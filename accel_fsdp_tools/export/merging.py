@@ -27,7 +27,6 @@ from .lora import DTYPES, Update, build_updates, check_mergeable, join_updates, 
 from .merged import MergedTensor, RearrangedTensor
 from .select import Selection, select_model
 
-CHECKPOINT = "checkpoint"
 """Instead of a directory: the base model's weights are those in the checkpoint."""
 
 _SHOWN = 8

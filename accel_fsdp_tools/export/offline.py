@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..background import wait_alone
 from ..errors import UsageError
+from ..extents import DiskTensor
 from ..files import fsync_directory, write_json_durably
 from ..findings import Finding, Severity
 from ..fingerprint import Fingerprint
@@ -17,13 +18,12 @@ from ..meter import Progress
 from .companions import Companions, resolve_model, write_companions
 from .content import Choices
 from .copying import CopyResult, copy_tensors
-from .load_adapters import check_adapters
-from .load_check import check_load
 from .outputs import MAX_SHARD_SIZE, parse_size
 from .plans import Part, Plan, Request, make_plan
-from .proof import list_expected, prove_output, prove_tensors
+from .proof import OutputProof, ProofResult, list_expected, prove_tensors
 from .report import ExportReport
 from .settling import DTYPES, PROOFS, build_report, find_overflows, write_rest
+from .source_checks import find_stored_crc
 from .target import REPORT_NAME, check_space, check_target, replacing
 from .workers import count_threads
 
@@ -104,7 +104,7 @@ def export_checkpoint(
         UnsupportedError: it cannot be exported without guessing.
     """
     started = time.monotonic()
-    wait_alone()  # this process may be writing that checkpoint in the background
+    _finish_own_save()
     _check_arguments(dtype, max_shard_size, state, verify, base, only, adapter, merge_adapter)
     target = Path(out).expanduser().absolute()
     check_target(target, Path(path).expanduser().absolute(), overwrite=overwrite)
@@ -136,6 +136,13 @@ def export_checkpoint(
         if report:
             write_json_durably(staging / REPORT_NAME, done.to_dict())
     return done
+
+
+def _finish_own_save() -> None:
+    """Wait for this process, which may be writing that checkpoint in the background."""
+    background = sys.modules.get("accel_fsdp_tools.background")  # who has not loaded it, saves nothing
+    if background is not None:
+        background.wait_alone()
 
 
 def _check_arguments(
@@ -185,58 +192,84 @@ def _write_part(
         directory = directory / part.folder
         directory.mkdir()
         fsync_directory(directory.parent)
+    vouched = _find_vouched(part) if verify != "off" else _Vouched({}, {})
     with _timed(seconds, "copy"):
-        copied = _copy(part, directory, verify, num_threads, progress)
-    proof = _describe_source(part, copied)
-    if verify == "off":
-        proof["output"] = "not read again (verify=off)"
-    else:
-        with _timed(seconds, "proof"):
-            proof["output"] = _prove(part, directory, copied, num_threads)
+        copied, proven = _copy(part, directory, vouched, verify, num_threads, progress)
+    proof = _describe_source(part, copied, vouched)
+    proof["output"] = "not read again (verify=off)" if proven is None else _describe_output(proven, vouched)
     write_rest(directory, part.files, part.content, Companions())
     where = f"{part.folder}/" if part.folder else ""
     return proof, {f"{where}{name}": each.num_overflowed for name, each in copied.tensors.items()}
 
 
-def _copy(part: Part, directory: Path, verify: str, num_threads: int | None, progress: Progress | None) -> CopyResult:
+@dataclass(frozen=True)
+class _Vouched:
+    """What vouches for the tensors that are written as they are: a fingerprint of the live one, or a stored CRC."""
+
+    fingerprints: Mapping[str, Fingerprint]
+    crcs: Mapping[str, int]
+
+
+def _find_vouched(part: Part) -> _Vouched:
+    """Find what needs one comparison only, from the live model or the stored items to the output."""
+    fingerprints, crcs = {}, {}
+    for output in part.outputs:
+        if output.dtype != output.source.dtype or output.name in part.content.converted:
+            continue
+        if output.name in part.content.fingerprints:
+            fingerprints[output.name] = part.content.fingerprints[output.name]
+            continue
+        crc = find_stored_crc(output.source)
+        if crc is not None:
+            crcs[output.name] = crc
+    return _Vouched(fingerprints, crcs)
+
+
+def _copy(
+    part: Part,
+    directory: Path,
+    vouched: _Vouched,
+    verify: str,
+    num_threads: int | None,
+    progress: Progress | None,
+) -> tuple[CopyResult, ProofResult | None]:
     sources = part.content.sources.values()
     prove_tensors(
         [tensor for tensor, _ in sources],
         {tensor.fqn: fingerprint for tensor, fingerprint in sources},
         num_threads=num_threads,
     )
-    # What keeps its dtype has one fingerprint from the live model to the output: it is summed when that is read again.
-    vouched = _find_kept(part) if verify != "off" else {}
-    return copy_tensors(
+    proof = None if verify == "off" else OutputProof(directory, part.files, vouched.fingerprints)
+    copied = copy_tensors(
         part.files,
         directory,
         num_threads=num_threads,
-        fingerprints={name: each for name, each in part.content.fingerprints.items() if name not in vouched},
-        vouched=vouched,
+        fingerprints={k: each for k, each in part.content.fingerprints.items() if k not in vouched.fingerprints},
+        vouched={*vouched.fingerprints, *vouched.crcs},
         proven=part.content.converted,
+        again=proof,
         progress=progress,
     )
+    if proof is None:
+        return copied, None
+    return copied, proof.conclude(list_expected(copied, vouched.fingerprints, vouched.crcs))
 
 
-def _find_kept(part: Part) -> dict[str, Fingerprint]:
-    """Return the fingerprints of tensors that are written as they are."""
-    kept = {output.name for output in part.outputs if output.dtype == output.source.dtype}
-    return {name: each for name, each in part.content.fingerprints.items() if name in kept}
-
-
-def _prove(part: Part, directory: Path, copied: CopyResult, num_threads: int | None) -> str:
-    expected = list_expected(copied, _find_kept(part))
-    proof = prove_output(directory, part.files, expected, num_threads=num_threads)
+def _describe_output(proof: ProofResult, vouched: _Vouched) -> str:
+    num_cast = proof.num_tensors - proof.num_fingerprints - len(vouched.crcs)
     return (
         f"{proof.num_tensors} tensors read again from the output: {proof.num_fingerprints} compared with the "
-        f"fingerprints of the live model, {proof.num_tensors - proof.num_fingerprints} with what was read and cast"
+        f"fingerprints of the live model, {len(vouched.crcs)} with the CRCs of the checkpoint, {num_cast} with what "
+        "was read and cast"
     )
 
 
-def _describe_source(part: Part, copied: CopyResult) -> dict[str, str]:
+def _describe_source(part: Part, copied: CopyResult, vouched: _Vouched) -> dict[str, str]:
     without = copied.num_items_without_crc
+    vouching = (each.source for each in part.outputs if each.name in vouched.crcs)
+    in_output = {extent.bytes for each in vouching if isinstance(each, DiskTensor) for extent in each.extents}
     proof = {
-        "crc": f"{copied.num_items_checked} stored items compared with their CRC-32"
+        "crc": f"{copied.num_items_checked + len(in_output)} stored items compared with their CRC-32"
         + (f"; {without} carry none" if without else "")
     }
     known = part.content.fingerprints.keys()
@@ -264,6 +297,9 @@ def _join_proofs(proofs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def _check_load(plan: Plan, staging: Path, request: Request) -> tuple[str, bool]:
+    from .load_adapters import check_adapters
+    from .load_check import check_load
+
     path, trusted = plan.selection.path, request.choices.trust_remote_code
     if plan.adapters is None:
         check = check_load(staging, path, index=request.index, key=request.key, trust_remote_code=trusted)

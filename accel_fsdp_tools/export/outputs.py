@@ -16,7 +16,7 @@ from functools import cached_property
 
 from ..errors import UnsupportedError, UsageError
 from ..extents import DTYPE_SIZES, Shape
-from .casting import can_cast
+from .casts import can_cast
 from .computed import Source
 
 MAX_SHARD_SIZE = "50GB"

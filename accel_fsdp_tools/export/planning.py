@@ -22,7 +22,7 @@ from .outputs import OutputFile, OutputTensor
 BLOCK_BYTES = 1 << 20
 """Read, looked at and written at a time, in a buffer that is used again and stays in a core's cache."""
 
-UNIT_BYTES = 1 << 25
+UNIT_BYTES = 1 << 22  # of what is copied as it lies: still in the processor's cache when it is read again
 _GATHER_BYTES = 1 << 25  # of all threads together
 
 
@@ -129,7 +129,7 @@ def plan_units(
     """Yield the units of all tensors, then those that only complete the CRCs (but for tensors in `settled`).
 
     In the order of the output, so that what is written next lies beside what was written last. Units are small
-    enough (32 MiB) for the threads to end together whatever the tensors' sizes. An iterator: the bytes of chunks are
+    enough for the threads to end together whatever the tensors' sizes. An iterator: the bytes of chunks are
     looked up while others are copied.
     """
     ledger = _Ledger()

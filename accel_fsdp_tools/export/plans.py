@@ -17,10 +17,12 @@ from .adapters import DEFAULT, AdapterSet, collect_adapter, find_adapters
 from .companions import Companions, find_companions, resolve_model
 from .content import Choices, Content, collect_model, collect_optimizer, find_facts, take_from_base
 from .foreign import describe_from_config
-from .merging import CHECKPOINT, collect_merged
 from .outputs import OutputFile, OutputTensor, split_into_files
 from .select import Selection, select_model, select_optimizer
 from .settling import choose_dtypes, settle_config
+
+CHECKPOINT = "checkpoint"
+"""The base model's weights are those in the checkpoint."""
 
 _ONE_FILE = 1 << 62  # PEFT reads adapters from one file
 
@@ -152,6 +154,8 @@ def _plan_adapters(request: Request, selection: Selection, found: AdapterSet, mo
             names = ", ".join(each.name for each in chosen)
             raise UsageError(f"Say with --adapter which one to merge: {names}.", actual=names)
         chosen = tuple(found.choose(name)[0] for name in found.active)
+    from .merging import collect_merged
+
     base = None if request.merge_adapter == CHECKPOINT else _resolve_base(request.merge_adapter)
     content = collect_merged(selection, found, chosen, base, model, request.choices)
     plan = _finish(request, selection, {"": content}, _find_companions(selection, content, model, base))

@@ -1,13 +1,15 @@
 """Proof that the files of an export hold what was read: they are read again, as any reader would find the tensors.
 
 Headers are parsed anew and tensors are looked up by name, so a value written to a wrong place is found as one that
-was changed on the way.
+was changed on the way. What one process copies is read range by range, right after each was written: while one thread
+waits for its turn to write, the other one reads. What several processes write is read when all have ended. From the
+page cache, mostly: this proves what was written, not that the storage will keep it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,15 +51,20 @@ class ProofResult:
     num_bytes: int
 
 
-def list_expected(result: CopyResult, fingerprints: Mapping[str, Fingerprint] | None = None) -> dict[str, Expected]:
-    """Return what `prove_output` should find: what was written, or (stronger) what the manifest recorded.
+def list_expected(
+    result: CopyResult,
+    fingerprints: Mapping[str, Fingerprint] | None = None,
+    stored_crcs: Mapping[str, int] | None = None,
+) -> dict[str, Expected]:
+    """Return what the proof should find: what was written, or (stronger) what was recorded or stored at the save.
 
     Args:
         result: of the copy.
         fingerprints: of live tensors, by the tensors' names in the output; only of those whose dtype was kept.
+        stored_crcs: of what the checkpoint holds, likewise (`find_stored_crc`).
     """
-    known = fingerprints or {}
-    return {name: Expected(copied.crc32, known.get(name)) for name, copied in result.tensors.items()}
+    known, stored = fingerprints or {}, stored_crcs or {}
+    return {name: Expected(stored.get(name, copied.crc32), known.get(name)) for name, copied in result.tensors.items()}
 
 
 def prove_tensors(
@@ -126,57 +133,122 @@ def _find_block_bytes(tensor: DiskTensor, threads: int) -> int:
     return BLOCK_BYTES if is_plain else get_gather_bytes(threads)
 
 
-class _Unit(NamedTuple):
+class _Range(NamedTuple):
     """A range of a tensor's elements."""
 
-    tensor: DiskTensor
+    name: str
     start: int
     length: int
 
 
-def prove_output(
-    directory: Path,
-    files: Sequence[OutputFile],
-    expected: Mapping[str, Expected],
-    *,
-    num_threads: int | None = None,
-    progress: Progress | None = None,
-) -> ProofResult:
-    """Read all files again and compare names, dtypes, shapes and values with what they should be.
+class _Piece(NamedTuple):
+    """What one range of a tensor holds in the output: in bytes, where; its CRC or its fingerprint."""
 
-    From the page cache, mostly: it proves what was written, not that the storage will keep it. Where a fingerprint is
-    another, the checkpoint is looked at again, to tell whether it is the source that is wrong. Not collective.
+    start: int
+    length: int
+    crc32: int
+    sums: Fingerprint
 
-    Args:
-        directory: where they are.
-        files: the plan.
-        expected: of every tensor, see `list_expected`.
-        num_threads: default: one per processor, at most 16.
-        progress: called with bytes of the output.
 
-    Returns:
-        the counts. Peak memory: 2 MB per thread.
+class OutputProof:
+    """Reads ranges of an output, in any order and while it is being written, and judges at the end.
 
-    Raises:
-        DamagedCheckpointError: something differs; names the tensor and the file.
-        CheckpointIncompleteError: a file is missing.
+    Implements `copying.ReadsAgain`. Each range is to be read once, by any thread, after its last write.
     """
-    tensors = [tensor for file in files for tensor in _check_header(directory / file.name, file)]
-    meter = Meter(sum(tensor.size_bytes for tensor in tensors), progress)
-    found: dict[str, list[tuple[int, int, int, Fingerprint]]] = {tensor.fqn: [] for tensor in tensors}
-    lock = threading.Lock()
+
+    def __init__(
+        self,
+        directory: Path,
+        files: Sequence[OutputFile],
+        fingerprinted: Collection[str],
+        progress: Progress | None = None,
+    ) -> None:
+        self._directory = directory
+        self._files = files
+        self._fingerprinted = frozenset(fingerprinted)
+        self._meter = Meter(sum(tensor.size_bytes for file in files for tensor in file.tensors), progress)
+        self._tensors: dict[str, DiskTensor] = {}
+        self._found: dict[str, list[_Piece]] = {}
+        self._lock = threading.Lock()
+
+    def open_files(self) -> None:
+        """Find all tensors in the files' headers, as any reader would.
+
+        Raises:
+            DamagedCheckpointError, CheckpointIncompleteError: they are not those of the plan.
+        """
+        found = [tensor for file in self._files for tensor in _check_header(self._directory / file.name, file)]
+        self._tensors = {tensor.fqn: tensor for tensor in found}
+        self._found = {tensor.fqn: [] for tensor in found}
 
     @contextmanager
-    def enter_reader() -> Iterator[_Reader]:
+    def enter_reader(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Give one thread what reads a range: the tensor's name, the first element, the number of them. 1 MB."""
+        buffer = memoryview(bytearray(BLOCK_BYTES))
         with FileCache() as cache:
-            yield _Reader(cache, expected, meter, found, lock)
 
-    run_units(_plan(tensors), enter_reader, count_threads(num_threads))
-    sources = {tensor.name: tensor.source for file in files for tensor in file.tensors}
-    for tensor in tensors:
-        _compare(tensor, expected[tensor.fqn], found[tensor.fqn], directory, sources[tensor.fqn])
-    num_fingerprints = sum(expected[tensor.fqn].fingerprint is not None for tensor in tensors)
-    return ProofResult(len(tensors), num_fingerprints, sum(tensor.size_bytes for tensor in tensors))
+            def read(name: str, first: int, length: int) -> None:
+                piece = self._read(cache, buffer, self._tensors[name], first, length)
+                with self._lock:
+                    self._found[name].append(piece)
+
+            yield read
+
+    def read_share(self, index: int = 0, count: int = 1, *, num_threads: int | None = None) -> None:
+        """Read share number `index` of `count` of the whole output, in threads; by default all of it."""
+        ranges = (
+            _Range(name, *each)
+            for name, tensor in self._tensors.items()
+            for each in cut(tensor.numel, UNIT_BYTES // DTYPE_SIZES[tensor.dtype])
+        )
+
+        @contextmanager
+        def enter_reader() -> Iterator[Callable[[_Range], None]]:
+            with self.enter_reader() as read:
+                yield lambda each: read(*each)
+
+        own = (each for number, each in enumerate(ranges) if number % count == index)
+        run_units(own, enter_reader, count_threads(num_threads))
+
+    def _read(self, cache: FileCache, buffer: memoryview, tensor: DiskTensor, first: int, length: int) -> _Piece:
+        size, extent = DTYPE_SIZES[tensor.dtype], tensor.extents[0]
+        has_fingerprint = tensor.fqn in self._fingerprinted
+        crc, sums = 0, Fingerprint()
+        for ahead, count in cut(length, len(buffer) // size):
+            start = first + ahead
+            block = buffer[: count * size]
+            cache.read_into(extent.bytes.path, extent.offset + start * size, block)
+            if has_fingerprint:
+                sums += fingerprint_bytes(block, tensor.dtype, Run(start, count), tensor.shape)
+            else:
+                crc = crc32(block, crc)
+            self._meter.add(len(block))
+        return _Piece(first * size, length * size, crc, sums)
+
+    def sum_up(self) -> dict[str, Fingerprint]:
+        """Return the fingerprint of what was read, by tensor."""
+        return {name: combine(each.sums for each in pieces) for name, pieces in self._found.items()}
+
+    def conclude(self, expected: Mapping[str, Expected]) -> ProofResult:
+        """Compare what was read with what should be there, and the headers and sizes of the files once more.
+
+        Where a tensor is another, the checkpoint is looked at again, to tell whether it is the source that is wrong.
+
+        Args:
+            expected: of every tensor, see `list_expected`.
+
+        Raises:
+            DamagedCheckpointError: something differs; names the tensor and the file.
+            CheckpointIncompleteError: a file is missing.
+        """
+        sources = {tensor.name: tensor.source for file in self._files for tensor in file.tensors}
+        for name, tensor in self._tensors.items():
+            _compare(tensor, expected[name], self._found[name], self._directory, sources[name])
+        for file in self._files:
+            _check_header(self._directory / file.name, file)
+        num_fingerprints = sum(expected[name].fingerprint is not None for name in self._tensors)
+        num_bytes = sum(tensor.size_bytes for tensor in self._tensors.values())
+        return ProofResult(len(self._tensors), num_fingerprints, num_bytes)
 
 
 def sum_output(
@@ -197,21 +269,12 @@ def sum_output(
         a summand for every tensor, by name. Peak memory: 2 MB per thread.
 
     Raises:
-        DamagedCheckpointError, CheckpointIncompleteError: as `prove_output`.
+        DamagedCheckpointError: a header or a file's size differs; CheckpointIncompleteError: a file is missing.
     """
-    tensors = [tensor for file in files for tensor in _check_header(directory / file.name, file)]
-    wanted = {tensor.fqn: Expected(0, Fingerprint()) for tensor in tensors}
-    found: dict[str, list[tuple[int, int, int, Fingerprint]]] = {tensor.fqn: [] for tensor in tensors}
-    lock = threading.Lock()
-
-    @contextmanager
-    def enter_reader() -> Iterator[_Reader]:
-        with FileCache() as cache:
-            yield _Reader(cache, wanted, Meter(0, None), found, lock)
-
-    units = (unit for number, unit in enumerate(_plan(tensors)) if number % count == index)
-    run_units(units, enter_reader, count_threads(num_threads))
-    return {name: combine(sums for *_, sums in each) for name, each in found.items()}
+    proof = OutputProof(directory, files, {tensor.name for file in files for tensor in file.tensors})
+    proof.open_files()
+    proof.read_share(index, count, num_threads=num_threads)
+    return proof.sum_up()
 
 
 def _check_header(path: Path, file: OutputFile) -> list[DiskTensor]:
@@ -239,70 +302,29 @@ def _check_header(path: Path, file: OutputFile) -> list[DiskTensor]:
     return [found[tensor.name] for tensor in file.tensors]
 
 
-def _plan(tensors: Sequence[DiskTensor]) -> Iterator[_Unit]:
-    for tensor in tensors:
-        for start, length in cut(tensor.numel, UNIT_BYTES // DTYPE_SIZES[tensor.dtype]):
-            yield _Unit(tensor, start, length)
-
-
-class _Reader:
-    """One thread's buffer and open files."""
-
-    def __init__(
-        self,
-        cache: FileCache,
-        expected: Mapping[str, Expected],
-        meter: Meter,
-        found: dict[str, list[tuple[int, int, int, Fingerprint]]],
-        lock: threading.Lock,
-    ) -> None:
-        self._cache = cache
-        self._expected = expected
-        self._meter = meter
-        self._found = found
-        self._lock = lock
-        self._buffer = memoryview(bytearray(BLOCK_BYTES))
-
-    def __call__(self, unit: _Unit) -> None:
-        tensor = unit.tensor
-        size = DTYPE_SIZES[tensor.dtype]
-        extent = tensor.extents[0]
-        has_fingerprint = self._expected[tensor.fqn].fingerprint is not None
-        crc, sums = 0, Fingerprint()
-        for first, count in cut(unit.length, len(self._buffer) // size):
-            start = unit.start + first
-            block = self._buffer[: count * size]
-            self._cache.read_into(extent.bytes.path, extent.offset + start * size, block)
-            if has_fingerprint:
-                sums += fingerprint_bytes(block, tensor.dtype, Run(start, count), tensor.shape)
-            else:
-                crc = crc32(block, crc)
-            self._meter.add(len(block))
-        with self._lock:
-            self._found[tensor.fqn].append((unit.start, unit.length * size, crc, sums))
-
-
 def _compare(
     tensor: DiskTensor,
     expected: Expected,
-    found: list[tuple[int, int, int, Fingerprint]],
+    found: list[_Piece],
     directory: Path,
     source: Source,
 ) -> None:
     wanted: object
     actual: object
     if expected.fingerprint is not None:
-        wanted, actual = expected.fingerprint, combine(sums for *_, sums in found)
+        wanted, actual = expected.fingerprint, combine(each.sums for each in found)
     else:
         crc = 0
-        for _, length, each, _ in sorted(found, key=lambda one: one[0]):
-            crc = combine_crc32(crc, each, length)
+        for each in sorted(found, key=lambda piece: piece.start):
+            crc = combine_crc32(crc, each.crc32, each.length)
         if expected.crc32 is None:
             raise ValueError(f"{tensor.fqn!r} is to be compared, and there is nothing to compare it with")
         wanted, actual = f"{expected.crc32:08x}", f"{crc:08x}"
     if wanted != actual:
         if expected.fingerprint is not None and isinstance(source, DiskTensor):
             prove_tensors([replace(source, fqn=tensor.fqn)], {tensor.fqn: expected.fingerprint})
+        elif tensor.dtype == source.dtype:  # the CRC may be that of the stored items
+            check_stored(tensor.fqn, source)
         path = tensor.extents[0].bytes.path if tensor.extents else str(directory)
         raise DamagedCheckpointError(
             f"{path}: {tensor.fqn!r} is not what was read from the checkpoint (its "

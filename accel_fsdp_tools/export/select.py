@@ -6,14 +6,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import ManifestError, UsageError
 from ..extents import DiskTensor
 from ..formats.checkpoint import MODEL, OPTIMIZER, Checkpoint, Section, name_section
-from ..formats.flat import Layout
 from ..manifest import DIRECTORY, Manifest, ModelFacts, has_manifest, read_manifest
 from ..names import clean_names
 from ..opening import open_checkpoint
+
+if TYPE_CHECKING:
+    from ..formats.flat import Layout
 
 CONFIG_NAME = "config.json"
 

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from ..crc import combine_crc32
 from ..errors import DamagedCheckpointError
-from ..extents import ByteRange, DiskTensor
+from ..extents import DTYPE_SIZES, ByteRange, DiskTensor
 from ..fingerprint import Fingerprint
 from ..formats.reading import FileCache, compute_crc32
 from .computed import Source
+from .planning import find_start
+
+
+def find_stored_crc(source: Source) -> int | None:
+    """Return the CRC-32 that a tensor's bytes have if those of the stored items are right.
+
+    None where it cannot be said: it is computed, or does not consist of whole items that have CRCs, one after another.
+    """
+    if not isinstance(source, DiskTensor) or not source.numel:
+        return None
+    pieces = []
+    for extent in source.extents:
+        item, start = extent.bytes, find_start(extent, source)
+        is_whole = extent.offset == item.offset and item.length == extent.part.numel * DTYPE_SIZES[source.dtype]
+        if start is None or item.crc32 is None or not is_whole:
+            return None
+        pieces.append((start, item.length, item.crc32))
+    crc = 0
+    for _, length, each in sorted(pieces):
+        crc = combine_crc32(crc, each, length)
+    return crc
 
 
 def check_recorded(name: str, actual: Fingerprint | None, expected: Fingerprint) -> None:

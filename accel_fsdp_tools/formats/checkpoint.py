@@ -13,6 +13,9 @@ from ..extents import Blob, ByteRange, DiskTensor
 MODEL, OPTIMIZER, OTHER = "model", "optimizer", "other"
 MODEL_COPY, OPTIMIZER_COPY = "model copy", "optimizer copy"
 
+METADATA_NAME = ".metadata"
+"""The file that makes a directory one of `torch.distributed.checkpoint`."""
+
 KeyPath = tuple[str | int, ...]
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 from ..errors import CheckpointIncompleteError, CheckpointNotFoundError, DamagedCheckpointError
 from .allowed import DCP_METADATA
+from .checkpoint import METADATA_NAME
 from .pickled import GlobalRef, PickledObject
 from .pickles import load_pickle
 from .zips import open_window
-
-METADATA_NAME = ".metadata"
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INT_LIMIT = 1 << 62

@@ -7,8 +7,8 @@ from pathlib import Path
 from ..errors import DamagedCheckpointError, UnsupportedError
 from ..extents import DTYPE_SIZES, Blob, Box, ByteRange, DiskTensor, Extent, LazyExtents
 from ..names import clean_names
-from .checkpoint import MODEL, OPTIMIZER, OTHER, KeyPath, Section, name_section
-from .dcp import METADATA_NAME, DcpChunk, DcpItem, DcpMetadata, DcpTensor, read_dcp_metadata
+from .checkpoint import METADATA_NAME, MODEL, OPTIMIZER, OTHER, KeyPath, Section, name_section
+from .dcp import DcpChunk, DcpItem, DcpMetadata, DcpTensor, read_dcp_metadata
 from .pickled import TensorRef
 from .state_files import StateFile, join_path
 from .zips import open_window

@@ -6,11 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import CheckpointNotFoundError, UsageError
 from .checkpoint import MODEL, MODEL_COPY, OPTIMIZER, OPTIMIZER_COPY, OTHER, Checkpoint, Section, name_section
-from .flat import Layout
 from .sources import Options, Source, find_checkpoints_below, find_file_source, find_sources
+
+if TYPE_CHECKING:
+    from .flat import Layout
 
 _COPIES = {MODEL: MODEL_COPY, OPTIMIZER: OPTIMIZER_COPY}
 _ORDER = {MODEL: 0, OPTIMIZER: 1}

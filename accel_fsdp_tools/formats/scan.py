@@ -17,7 +17,8 @@ from typing import Any
 
 from ..errors import CheckpointNotFoundError, UnsupportedError, UsageError
 from .allowed import TORCH_STATE, AllowList
-from .dcp import METADATA_NAME, DcpItem, read_dcp_metadata
+from .checkpoint import METADATA_NAME
+from .dcp import DcpItem, read_dcp_metadata
 from .torch_files import scan_torch_file
 from .zips import open_window
 

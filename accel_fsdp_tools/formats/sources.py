@@ -1,4 +1,7 @@
-"""What a directory holds, by the names that Accelerate, the Trainer, transformers and common scripts give."""
+"""What a directory holds, by the names that Accelerate, the Trainer, transformers and common scripts give.
+
+Only the reader of what is there is loaded: all of them take longer to load than a small checkpoint takes to read.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .checkpoint import MODEL, OPTIMIZER, Section
-from .dcp import METADATA_NAME
-from .dcp_reader import read_dcp
-from .flat import Layout
-from .full_reader import read_full_file
-from .rank_files import find_family
-from .rank_reader import read_rank_files
-from .safetensors_reader import read_safetensors
+from .checkpoint import METADATA_NAME, MODEL, OPTIMIZER, Section
+
+if TYPE_CHECKING:
+    from .flat import Layout
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def find_sources(directory: Path) -> list[Source]:
     """Return what can be read in `directory` itself, the preferred one of each kind and index first."""
     if (directory / METADATA_NAME).is_file():
         kind = next((kind for pattern, kind in _DCP_NAMES if pattern.fullmatch(directory.name)), None)
-        return [Source(kind, 0, directory.name, lambda options: read_dcp(directory, kind=kind))]
+        return [_make_dcp_source(directory, kind, 0)]
     entries = sorted(directory.iterdir())
     return [
         *_find_dcp_directories(entries),
@@ -83,8 +83,13 @@ def _find_dcp_directories(entries: list[Path]) -> Iterator[Source]:
                 yield _make_dcp_source(entry, kind, int(match[1]))
 
 
-def _make_dcp_source(path: Path, kind: str, index: int) -> Source:
-    return Source(kind, index, path.name, lambda options: read_dcp(path, kind=kind, index=index))
+def _make_dcp_source(path: Path, kind: str | None, index: int) -> Source:
+    def read(options: Options) -> list[Section]:
+        from .dcp_reader import read_dcp
+
+        return read_dcp(path, kind=kind, index=index)
+
+    return Source(kind, index, path.name, read)
 
 
 def _find_files(entries: list[Path]) -> Iterator[Source]:
@@ -98,7 +103,11 @@ def _find_files(entries: list[Path]) -> Iterator[Source]:
 def _make_file_source(path: Path, kind: str | None, index: int) -> Source:
     def read(options: Options) -> list[Section]:
         if ".safetensors" in path.name:
+            from .safetensors_reader import read_safetensors
+
             return [read_safetensors(path, kind=kind or MODEL, index=index)]
+        from .full_reader import read_full_file
+
         return read_full_file(path, kind=kind, index=index)
 
     return Source(kind, index, path.name, read)
@@ -125,6 +134,9 @@ def _make_rank_source(
     stem = f"{match.string[:begin]}*{match.string[end:]}"
 
     def read(options: Options) -> list[Section]:
+        from .rank_files import find_family
+        from .rank_reader import read_rank_files
+
         family = find_family(directory, pattern, stem, index=written)
         return read_rank_files(
             family,

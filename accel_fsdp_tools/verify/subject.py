@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ..commit import PARTIAL, looks_like_checkpoint
 from ..errors import AccelFsdpError, CheckpointNotFoundError, ManifestError, ManifestVersionError, UsageError
-from ..formats.checkpoint import MODEL, OPTIMIZER, Section
-from ..formats.dcp import METADATA_NAME
+from ..formats.checkpoint import METADATA_NAME, MODEL, OPTIMIZER, Section
 from ..formats.sources import Options, Source, find_checkpoints_below, find_file_source, find_sources
 from ..manifest import DIRECTORY, MANIFEST_PATH, Manifest, has_manifest, read_manifest
 from ..opening import open_checkpoint
