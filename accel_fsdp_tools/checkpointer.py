@@ -26,6 +26,7 @@ from .position import Position, StepAndEpoch
 from .progress import check_data_resume
 from .progress import track as track_loaders
 from .ranks import broadcast, run_on_each, run_on_main, wait_for_ranks
+from .recording import join
 from .records import pin
 from .report import LoadReport
 from .resuming import ON_DAMAGE, Resumed, load_newest
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from .export import ExportReport
+    from .recording import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +142,8 @@ class Checkpointer:
         for name, value, allowed in choices:
             if value not in allowed:
                 raise UsageError(f"{name} is {value!r}; use one of {', '.join(allowed)}", actual=value)
-        self.root = Path(root).expanduser().absolute()
+        self._recorder = join()
+        self.root = Path(root).expanduser().absolute() if self._recorder is None else self._recorder.root
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{self.root} is a file; give a directory for the checkpoints", path=str(self.root))
         contract.check_setup(accelerator)
@@ -162,6 +165,8 @@ class Checkpointer:
         self._tracker.train_index = self._tracker.find_train_loader(train_dataloader)
         self._counter = StepAndEpoch(self._tracker, self._tracker.train_index)
         follow_steps(accelerator)
+        if self._recorder is not None:
+            self._recorder.attach(accelerator)
         self._held = HeldRoot(self.root)
         self._parent_id: str | None = None
         self._last_save = time.monotonic()
@@ -285,8 +290,12 @@ class Checkpointer:
         if resumed.report is None:
             self._tracker.begin_training()
             self._counter.begin()
-            return Position(epoch=0, step=0, batch=0, samples=0, fresh=True, skipped=resumed.skipped)
-        return self._counter.go_on(resumed.step, resumed.report, resumed.skipped)
+            position = Position(epoch=0, step=0, batch=0, samples=0, fresh=True, skipped=resumed.skipped)
+        else:
+            position = self._counter.go_on(resumed.step, resumed.report, resumed.skipped)
+        if self._recorder is not None:
+            self._recorder.begin(position.step, position.report)
+        return position
 
     def _load(self, path: Path, allow_after_step: bool, notes: LoadNotes) -> LoadReport:
         return load_checkpoint(
@@ -335,13 +344,23 @@ class Checkpointer:
         """
         given = {**(metrics or {}), **({} if loss is None else {"loss": loss})}
         self._metrics = {name: value.detach() if hasattr(value, "detach") else value for name, value in given.items()}
+        if self._recorder is not None:
+            self._recorder.note_loss(loss)
         if not self._accelerator.sync_gradients:
             return None
         self._counter.count_update()
         # Ranks end their parts at different moments: rank 0's decides when all of them look.
         if self._pending is not None and broadcast(self._pending.done):
             self._finish()
+        if self._recorder is not None:
+            return self._step_in_rehearsal(self._recorder)
         return self.save() if self._is_due() else None
+
+    def _step_in_rehearsal(self, recorder: Recorder) -> Path | None:
+        is_ordered = recorder.end_step(self.num_steps)
+        path = self.save() if self._is_due() or is_ordered else None
+        recorder.leave_step(self.num_steps, self._finish)
+        return path
 
     def _is_due(self) -> bool:
         if self._save_every is not None and self.num_steps % self._save_every == 0:
