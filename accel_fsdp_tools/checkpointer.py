@@ -267,6 +267,8 @@ class Checkpointer:
         """
         if path is not None and fresh:
             raise UsageError("resume() was given both a path and fresh=True; choose one")
+        if self._recorder is not None:
+            path = None  # a rehearsal begins from nothing, and resumes from its own
         self._changes = ModelChanges.make(rename, allow_missing, allow_unexpected, resize)
         wait_for_ranks("Checkpointer.resume", timeout_s=self._timeout_s)
         self._finish()

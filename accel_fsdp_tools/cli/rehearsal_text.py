@@ -33,7 +33,7 @@ def format_rehearsal(report: RehearsalReport, folder: Path | None) -> str:
     if others:
         lines += ["  then differ:"]
         for each in others[:_MAX_DIFFERENCES]:
-            lines += _indent(str(each), "    - ")
+            lines += _indent(each.describe(report.compared), "    - ")
         if len(others) > _MAX_DIFFERENCES:
             lines += [f"    ... and {len(others) - _MAX_DIFFERENCES} more (--json lists all)"]
     for note in report.notes:

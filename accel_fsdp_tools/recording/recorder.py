@@ -60,6 +60,7 @@ class Recorder:
         self._watch: Watch | None = None
         self._file: TextIO | None = None
         self._has_begun = False
+        self._restores_schedulers = False
         self._note_errors()
 
     @property
@@ -73,10 +74,15 @@ class Recorder:
 
     # -- the life of a run --------------------------------------------------------------------------------------
 
-    def attach(self, accelerator: Accelerator) -> None:
-        """Watch what `accelerator` has prepared. The first one counts: a script has one training."""
+    def attach(self, accelerator: Accelerator, *, restores_schedulers: bool = False) -> None:
+        """Watch what `accelerator` has prepared. The first one counts: a script has one training. Not collective.
+
+        Args:
+            restores_schedulers: somebody restores schedulers that are not prepared: the Trainer.
+        """
         if self._watch is not None:
             return
+        self._restores_schedulers = restores_schedulers
         self._accelerator = accelerator
         self._watch = Watch(accelerator, looks_at_samples=self.orders.is_elastic)
         self._watch.start()
@@ -95,7 +101,6 @@ class Recorder:
             was_asked=True,
             world_size=get_world_size(),
             report=None if report is None else report.to_dict(),
-            report_text=None if report is None else str(report),
             setup=self._describe_setup(),
             **self._measure(),
         )
@@ -121,7 +126,17 @@ class Recorder:
         )
         return is_ordered
 
-    def leave_step(self, step: int, finish: Callable[[], Any]) -> None:
+    def choose_start(self, given: Any) -> Any:
+        """Return what the Trainer is to resume from where its script has given `given`. Not collective.
+
+        A run starts from nothing. After the kill the newest checkpoint of the rehearsal takes the place of whatever the
+        script names, if it names one.
+        """
+        if self.attempt != "resumed":
+            return None
+        return None if given is None or given is False else True
+
+    def leave_step(self, step: int, finish: Callable[[], Any] = lambda: None) -> None:
         """Everything that belongs to an update is done: die, or end the script, if that is ordered. Collective.
 
         Args:
@@ -165,6 +180,7 @@ class Recorder:
             "optimizers": len(accelerator._optimizers) if accelerator else 0,
             "schedulers": len(accelerator._schedulers) if accelerator else 0,
             "loaders": len(accelerator._dataloaders) if accelerator else 0,
+            "restores_schedulers": self._restores_schedulers,
             "registered": len(accelerator._custom_objects) if accelerator else 0,
             "accumulation": accelerator.gradient_accumulation_steps if accelerator else 1,
         }

@@ -31,7 +31,7 @@ def explain_resume(differences: Sequence[Difference], straight: Attempt, resumed
     """Say why a resumed run is not the run without a break, which is known to repeat itself."""
     first = differences[0]
     beside = {each.thing for each in differences if each.step == first.step}
-    evidence = _list_inexact(resumed)
+    evidence = list_inexact(resumed)
     if first.thing is Thing.PARAMETERS_BEFORE:
         return Cause(
             "parameters-not-restored",
@@ -47,7 +47,7 @@ def explain_resume(differences: Sequence[Difference], straight: Attempt, resumed
             "Pass the optimizer to accelerator.prepare together with the model, and create it before the Checkpointer.",
             (f"other or absent: {', '.join(first.names[:4])}", *evidence),
         )
-    if first.thing is Thing.NUM_BATCHES:
+    if first.thing is Thing.NUM_BATCHES and not _trains_on_as_many(first, straight, resumed):
         return Cause(
             "accumulation",
             "the update is made of another number of batches",
@@ -55,7 +55,10 @@ def explain_resume(differences: Sequence[Difference], straight: Attempt, resumed
             "a resume.",
             (f"{show(first.expected)} batch(es) without a break, {show(first.actual)} after the resume", *evidence),
         )
-    if first.thing in (Thing.INDICES, Thing.GENERATORS, Thing.BATCH):
+    if first.thing is Thing.NUM_BATCHES:
+        dropped = f"it takes {show(first.actual)} batch(es) from the loader for this update and trains on the last"
+        evidence = (dropped, *evidence)
+    if first.thing in (Thing.NUM_BATCHES, Thing.INDICES, Thing.GENERATORS, Thing.BATCH):
         return _explain_data(first, beside, straight, resumed, evidence)
     if first.thing is Thing.INPUTS:
         return Cause(
@@ -139,7 +142,7 @@ def _explain_rate(first: Difference, resumed: Attempt, evidence: tuple[str, ...]
     facts = [f"{show(first.expected)} without a break, {show(first.actual)} after the resume"]
     if begun is not None and resumed.ranks[first.rank].steps and first.step == min(resumed.ranks[first.rank].steps) + 1:
         facts.append("the first update after the resume still had the right one, from the optimizer's own state")
-    if num_schedulers == 0 and num_registered == 0:
+    if num_schedulers == 0 and num_registered == 0 and not setup.get("restores_schedulers"):
         return Cause(
             "scheduler-not-prepared",
             "the scheduler was forgotten: none is prepared or registered, so the schedule begins anew",
@@ -201,7 +204,7 @@ def _explain_numbers(
 def explain_elastic(differences: Sequence[Difference], straight: Attempt, resumed: Attempt) -> Cause:
     """Say why a resume on another number of ranks is not consistent with the run without a break."""
     first = differences[0]
-    evidence = _list_inexact(resumed)
+    evidence = list_inexact(resumed)
     if first.thing is Thing.SAMPLES:
         return Cause(
             "elastic-samples",
@@ -347,8 +350,8 @@ def _get_setup(attempt: Attempt) -> Mapping[str, Any]:
     return {} if attempt.begin is None else dict(attempt.begin.get("setup") or {})
 
 
-def _list_inexact(resumed: Attempt) -> tuple[str, ...]:
-    """What the load's own report says is not exact."""
+def list_inexact(resumed: Attempt) -> tuple[str, ...]:
+    """Return what the load's own report says is not exact, in words."""
     report = None if resumed.begin is None else resumed.begin.get("report")
     if report is None:
         return ()
@@ -365,6 +368,12 @@ def _list_strangers(attempt: Attempt, step: int, rank: int) -> list[str]:
     record = attempt.ranks[rank].steps.get(step)
     updates = [] if record is None else record["updates"]
     return [str(each["class"]) for each in updates if not each["is_prepared"]]
+
+
+def _trains_on_as_many(first: Difference, straight: Attempt, resumed: Attempt) -> bool:
+    """Whether the model takes as many batches in both runs, however many the loaders hand out."""
+    pair = [attempt.ranks[first.rank].steps[first.step] for attempt in (straight, resumed)]
+    return len(pair[0]["inputs"]) == len(pair[1]["inputs"]) > 0
 
 
 def _compare_states(straight: Attempt, resumed: Attempt, first: Difference) -> list[str]:

@@ -37,6 +37,9 @@ class Thing(str, Enum):
     GENERATORS_AFTER = "random generators after the update"
 
 
+_SHOWN = (Thing.SAMPLES, Thing.NUM_BATCHES, Thing.LEARNING_RATE, Thing.LOSS, Thing.GRADIENT_NORM)  # others: digests
+_LABELS = {"straight": "without a break", "resumed": "after the resume", "killed": "in the run that is killed"}
+
 ORDER = {thing: number for number, thing in enumerate(Thing)}
 
 
@@ -44,8 +47,8 @@ ORDER = {thing: number for number, thing in enumerate(Thing)}
 class Difference:
     """One thing that differs at one update on one rank.
 
-    `expected` is what the run without a break has, `actual` what the other has; `names` are the tensors, generators or
-    options in question.
+    `expected` is what the first of the two runs has, `actual` what the second has; `names` are the tensors, generators
+    or options in question.
     """
 
     step: int
@@ -55,12 +58,16 @@ class Difference:
     actual: Any = None
     names: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def describe(self, runs: tuple[str, str]) -> str:
+        """Return it in words, given the names of the two runs."""
         where = f"step {self.step}, rank {self.rank}: {self.thing.value}"
         if self.names:
             more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
             return f"{where} ({', '.join(self.names[:3])}{more})"
-        return f"{where}: {show(self.expected)} without a break, {show(self.actual)} here"
+        if self.thing not in _SHOWN:
+            return where
+        one, other = (_LABELS.get(run, "in the repeated run") for run in runs)
+        return f"{where}: {show(self.expected)} {one}, {show(self.actual)} {other}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -186,12 +193,29 @@ def get_norm(record: Record) -> float | None:
 
 
 def find_shift(expected: Attempt, actual: Attempt, step: int, rank: int) -> int | None:
-    """Return by how many batches the data of `actual` is ahead of that of `expected` from an update on.
+    """Return by how many batches what `actual` trains on is ahead of `expected` from an update on.
 
-    Negative where it lags behind; None if its batches are not found there.
+    Negative where it lags behind; None if its batches are not found there. Where they cannot be recognised by what the
+    model has taken, since that is drawn anew, they are by what the loaders have handed out.
     """
-    at, all_expected = _list_batches(expected, step, rank)
-    start, all_actual = _list_batches(actual, step, rank)
+    shifts = (_find_shift(get, expected, actual, step, rank) for get in (_get_inputs, _get_batches))
+    return next((shift for shift in shifts if shift is not None), None)
+
+
+_Get = Callable[[Record], list[str]]
+
+
+def _get_inputs(record: Record) -> list[str]:
+    return list(record["inputs"])
+
+
+def _get_batches(record: Record) -> list[str]:
+    return [batch["digest"] for batch in record["batches"]]
+
+
+def _find_shift(get: _Get, expected: Attempt, actual: Attempt, step: int, rank: int) -> int | None:
+    at, all_expected = _list_digests(get, expected, step, rank)
+    start, all_actual = _list_digests(get, actual, step, rank)
     tail = all_actual[start:]
     for shift in sorted(range(-at, len(all_expected) - at), key=abs):
         there = all_expected[at + shift :][: len(tail)]
@@ -200,8 +224,8 @@ def find_shift(expected: Attempt, actual: Attempt, step: int, rank: int) -> int 
     return None
 
 
-def _list_batches(attempt: Attempt, step: int, rank: int) -> tuple[int, list[str]]:
-    """Return all batches of a rank, and the number of those before an update."""
+def _list_digests(get: _Get, attempt: Attempt, step: int, rank: int) -> tuple[int, list[str]]:
+    """Return the digests of all batches of a rank, and the number of those before an update."""
     steps = attempt.ranks[rank].steps
-    digests = [(number, batch["digest"]) for number in sorted(steps) for batch in steps[number]["batches"]]
+    digests = [(number, digest) for number in sorted(steps) for digest in get(steps[number])]
     return sum(number < step for number, _ in digests), [digest for _, digest in digests]

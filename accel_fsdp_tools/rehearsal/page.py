@@ -88,23 +88,25 @@ def _make_pictures(report: RehearsalReport) -> list[str]:
     points = {name: {point["step"]: point for point in list_points(report.attempts[name])} for name in names}
     steps = range(1, max(step for each in points.values() for step in each) + 1)
     marks = [Mark(report.plan.save_at, "saved"), Mark(report.plan.kill_at, "killed")]
-    differing = {each.step for each in report.differences}
+    differing = {thing: {each.step for each in report.differences if each.thing is thing} for thing in Thing}
     styles = ("straight", "killed", "resumed") if len(names) == 3 else ("straight", "resumed")
 
-    def plot(title: str, get: Any) -> str:
+    def plot(title: str, thing: Thing, get: Any) -> str:
         lines = [
             Line(name, {step: get(point) for step, point in points[name].items()}, style)
             for name, style in zip(names, styles, strict=True)
         ]
-        return _style(plot_lines(title, lines, steps, marks=marks, differing=differing))
+        return _style(plot_lines(title, lines, steps, marks=marks, differing=differing[thing]))
 
     pictures = [
-        plot("loss", lambda point: point["loss"]),
-        plot("learning rate (first group)", lambda point: point["lrs"][0] if point["lrs"] else None),
-        plot("gradient norm (rank 0)", lambda point: point["gradient_norm"]),
+        plot("loss", Thing.LOSS, lambda point: point["loss"]),
+        plot(
+            "learning rate (first group)", Thing.LEARNING_RATE, lambda point: point["lrs"][0] if point["lrs"] else None
+        ),
+        plot("gradient norm (rank 0)", Thing.GRADIENT_NORM, lambda point: point["gradient_norm"]),
     ]
     legend = "".join(_make_swatch(name, style) for name, style in zip(names, styles, strict=True))
-    band = '<span class="swatch" style="border-top: 12px solid #fbe3e0"></span>differs' if differing else ""
+    band = '<span class="swatch" style="border-top: 12px solid #fbe3e0"></span>differs' if report.differences else ""
     found = [f"<section><h2>Both runs</h2><div>{legend}{band}</div>{''.join(pictures)}</section>"]
     if not report.log_tail:
         found.append(_make_squares(report, steps))
@@ -156,9 +158,11 @@ def _style(picture: str) -> str:
 def _make_differences(report: RehearsalReport) -> str:
     if not report.differences:
         return ""
-    shown = "".join(f"<li>{escape(str(each))}</li>" for each in report.differences[:40])
-    more = f"<p>and {len(report.differences) - 40} more</p>" if len(report.differences) > 40 else ""
-    return f"<section><h2>All differences</h2><ul>{shown}</ul>{more}</section>"
+    first = report.differences[0].step
+    shown = "".join(
+        f"<li>{escape(each.describe(report.compared))}</li>" for each in report.differences if each.step == first
+    )
+    return f"<section><h2>What differs at step {first}</h2><ul>{shown}</ul></section>"
 
 
 def _make_runs(report: RehearsalReport) -> str:

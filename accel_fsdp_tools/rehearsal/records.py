@@ -53,7 +53,7 @@ class Attempt:
     @property
     def last_step(self) -> int:
         """The last update that all ranks have recorded."""
-        return min((max(each.steps, default=0) for each in self.ranks), default=0)
+        return min((max(each.steps, default=self.first_step) for each in self.ranks), default=0)
 
     @property
     def has_ended(self) -> bool:

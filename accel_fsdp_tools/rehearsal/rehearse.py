@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .causes import Cause, explain_elastic, explain_error, explain_resume, explain_save, explain_unrepeatable
+from .causes import (
+    Cause,
+    explain_elastic,
+    explain_error,
+    explain_resume,
+    explain_save,
+    explain_unrepeatable,
+    list_inexact,
+)
 from .comparing import Difference, compare
 from .elastic import compare_elastic
 from .launching import Launch, launch
@@ -173,7 +181,7 @@ class _Rehearsal:
             # Two runs that saved agree up to the kill, and the one that did not save differs from them.
             is_from_save = first is straight and self._plan.save_at < found[0].step <= self._plan.kill_at
             if is_from_save:
-                headline = f"the run changes when a checkpoint is saved: {found[0]}"
+                headline = f"the run changes when a checkpoint is saved: {found[0].describe(compared)}"
                 return self._report(
                     Verdict.DIFFERENT,
                     headline,
@@ -184,7 +192,7 @@ class _Rehearsal:
                 )
             return self._report(
                 Verdict.UNREPEATABLE,
-                f"two runs without a break already differ: {found[0]}",
+                f"two runs without a break already differ: {found[0].describe(compared)}",
                 cause=explain_unrepeatable(found),
                 differences=found,
                 compared=compared,
@@ -201,7 +209,7 @@ class _Rehearsal:
             )
         return self._report(
             Verdict.DIFFERENT,
-            f"the resumed run differs: {differences[0]}",
+            f"the resumed run differs: {differences[0].describe((STRAIGHT, RESUMED))}",
             cause=(explain_resume if self._plan.elastic is None else explain_elastic)(differences, straight, resumed),
             differences=differences,
             notes=notes,
@@ -228,7 +236,7 @@ class _Rehearsal:
                 "the script made neither a Checkpointer nor a Trainer with FSDPCheckpointCallback, or failed before",
                 "A rehearsal follows these; see its log below. The launcher has to pass the environment on.",
             )
-        elif attempt.last_step == 0:
+        elif attempt.last_step == attempt.first_step:
             headline = f"{run} ended without an update (exit code {done.exit_code})"
             cause = Cause(
                 "no-steps", "step() was never called", "Call checkpointer.step() after every optimizer.step()."
@@ -257,11 +265,7 @@ class _Rehearsal:
 
 
 def _list_notes(straight: Attempt, resumed: Attempt) -> list[str]:
-    begin = resumed.begin or {}
-    report = begin.get("report") or {}
-    notes = []
-    if not report.get("exact", True):
-        notes.append("the resume's own report does not call itself exact: " + str(begin.get("report_text")))
+    notes = list(list_inexact(resumed))
     if not any(record["losses"] or record["backward_losses"] for record in straight.get_step(straight.first_step + 1)):
         notes.append("no loss was seen: pass it to step(loss=...), or use accelerator.backward")
     return notes

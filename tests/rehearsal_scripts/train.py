@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--elastic", default="refuse")
+    parser.add_argument("--async-save", action="store_true")
     args = parser.parse_args()
     fault = args.fault
     enable_cpu_fsdp()
@@ -119,7 +120,9 @@ def main() -> None:
     model.train()
     if fault == "no-checkpointer":
         return
-    with Checkpointer(accelerator, args.root, save_every=100, elastic=args.elastic) as checkpointer:
+    with Checkpointer(
+        accelerator, args.root, save_every=100, elastic=args.elastic, async_save=args.async_save
+    ) as checkpointer:
         if fault == "unprepared-scheduler":
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, decay)
         position = checkpointer.resume(fresh=fault == "never-resumes")
