@@ -164,7 +164,7 @@ CODES = {
     Thing.GRADIENT_NORM: ("gradients", "non-deterministic-op"),
     Thing.PARAMETERS: ("update", "non-deterministic-update"),
     Thing.OPTIMIZER: ("update", "non-deterministic-update"),
-    Thing.GENERATORS_AFTER: ("rng-not-restored", "non-deterministic-update"),
+    Thing.GENERATORS_AFTER: ("rng-not-restored", "unsteady-draws"),
 }
 
 
@@ -257,6 +257,8 @@ def test_records_of_a_killed_rank_may_end_in_the_middle_of_a_line(tmp_path: Path
     attempt = read_attempt(tmp_path, "killed")
     assert (attempt.world_size, attempt.last_step, attempt.has_ended) == (1, 1, False)
     assert read_attempt(tmp_path, "resumed").ranks == []
+    get_records_path(tmp_path, "resumed", 1).write_text("")  # rank 0 died before it wrote anything
+    assert [each.rank for each in read_attempt(tmp_path, "resumed").ranks] == [0, 1]
 
 
 def test_orders_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -438,6 +440,8 @@ FOUND = {
     "unprepared-optimizer": (Verdict.DIFFERENT, Thing.PARAMETERS, "optimizer-not-prepared"),
     "second-optimizer": (Verdict.DIFFERENT, Thing.PARAMETERS, "optimizer-not-prepared"),
     "unprepared-scheduler": (Verdict.FAILED, None, "scheduler-not-prepared"),
+    "unprepared-loader": (Verdict.DIFFERENT, Thing.INPUTS, "loader-not-prepared"),
+    "save-draws": (Verdict.DIFFERENT, Thing.GENERATORS_AFTER_FORWARD, "save-changes-run"),
     "own-schedule": (Verdict.DIFFERENT, Thing.LEARNING_RATE, "scheduler-not-prepared"),
     "unseeded-data": (Verdict.UNREPEATABLE, Thing.BATCH, "unseeded-data"),
     "stateful-data": (Verdict.DIFFERENT, Thing.BATCH, "data-generator"),

@@ -60,6 +60,8 @@ def explain_resume(differences: Sequence[Difference], straight: Attempt, resumed
         evidence = (dropped, *evidence)
     if first.thing in (Thing.NUM_BATCHES, Thing.INDICES, Thing.GENERATORS, Thing.BATCH):
         return _explain_data(first, beside, straight, resumed, evidence)
+    if first.thing is Thing.INPUTS and not resumed.ranks[first.rank].steps[first.step]["batches"]:
+        return _explain_unseen_data(first, straight, resumed, evidence)
     if first.thing is Thing.INPUTS:
         return Cause(
             "inputs",
@@ -117,10 +119,26 @@ def _explain_data(
     )
 
 
+def _explain_unseen_data(first: Difference, straight: Attempt, resumed: Attempt, evidence: tuple[str, ...]) -> Cause:
+    shift = find_shift(straight, resumed, first.step, first.rank)
+    facts = ["no batch came from a loader that is prepared"]
+    if shift is not None:
+        there = _find_step(straight, first.step, first.rank, shift)
+        facts.append(f"the batch of step {first.step} is what the run without a break saw at step {there}")
+    return Cause(
+        "loader-not-prepared",
+        "the training loader is not prepared: no checkpoint knows where it stands, and other data comes afterwards",
+        "Pass the loader to accelerator.prepare and iterate what it returns, or skip what was seen by position.step.",
+        (*facts, *evidence),
+    )
+
+
 def _explain_generators(first: Difference, evidence: tuple[str, ...]) -> Cause:
+    advice = "Look for a set_seed, torch.manual_seed or the like inside the loop"
     if first.thing is Thing.GENERATORS_AFTER_FORWARD:
         where = "they were right when the batch came and other after the forward pass"
-        advice = "Look for a set_seed, torch.manual_seed or the like inside the loop"
+    elif first.thing is Thing.GENERATORS_AFTER:
+        where = "they were right after the forward pass and other after the update"
     else:
         where = "they are other when the batch comes"
         advice = "Look for a set_seed, torch.manual_seed or the like behind resume()"
@@ -164,8 +182,7 @@ def _explain_numbers(
 ) -> Cause:
     """Everything that goes in is the same, and something that comes out is not."""
     strangers = _list_strangers(resumed, first.step, first.rank)
-    before = _list_strangers(resumed, first.step - 1, first.rank) or _list_strangers(straight, first.step, first.rank)
-    if strangers and (first.thing in (Thing.PARAMETERS, Thing.OPTIMIZER) or before):
+    if strangers:
         return Cause(
             "optimizer-not-prepared",
             f"an optimizer is not prepared ({', '.join(strangers)}): no checkpoint holds its state",
@@ -281,6 +298,8 @@ def explain_unrepeatable(differences: Sequence[Difference]) -> Cause:
             "deterministic; flash attention has a deterministic mode of its own. Also look for a generator that is "
             "seeded with the time.",
         )
+    if first.thing is Thing.GENERATORS_AFTER:
+        return Cause("unsteady-draws", "the script draws other random numbers in every run", _LOOK_FOR_TIME)
     return Cause(
         "non-deterministic-update",
         "the update is not deterministic: the same gradients lead elsewhere in every run",
@@ -392,6 +411,6 @@ def _compare_states(straight: Attempt, resumed: Attempt, first: Difference) -> l
 def _find_step(attempt: Attempt, step: int, rank: int, shift: int) -> int | None:
     """The update to which the batch belongs that comes so many batches later than the first of `step`."""
     steps = attempt.ranks[rank].steps
-    numbers = [number for number in sorted(steps) for _ in steps[number]["batches"]]
+    numbers = [number for number in sorted(steps) for _ in steps[number]["inputs"] or steps[number]["batches"]]
     at = sum(number < step for number in numbers) + shift
     return numbers[at] if 0 <= at < len(numbers) else None

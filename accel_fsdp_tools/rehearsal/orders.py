@@ -11,6 +11,7 @@ from ..errors import UsageError
 
 VARIABLE = "ACCEL_FSDP_REHEARSAL"
 _MARKER = "killed.json"
+_RANK = "_rank_"
 
 
 @dataclass(frozen=True)
@@ -84,4 +85,9 @@ def redirect(path: Path) -> Path:
 
 def get_records_path(folder: Path, attempt: str, rank: int) -> Path:
     """Return the file in which one rank of one attempt keeps its records."""
-    return folder / f"{attempt}_rank_{rank:05d}.jsonl"
+    return folder / f"{attempt}{_RANK}{rank:05d}.jsonl"
+
+
+def find_records(folder: Path, attempt: str) -> dict[int, Path]:
+    """Return the files that the ranks of an attempt have written, by rank."""
+    return {int(path.stem.rpartition(_RANK)[2]): path for path in folder.glob(f"{attempt}{_RANK}*.jsonl")}

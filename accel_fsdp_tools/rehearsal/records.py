@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .orders import get_records_path
+from .orders import find_records
 
 BEGIN, STEP, KILLED, END, ERROR = "begin", "step", "killed", "end", "error"
 
@@ -72,8 +72,8 @@ class Attempt:
 
 def read_attempt(folder: Path, name: str) -> Attempt:
     """Return what an attempt has left: no ranks if nothing. A half-written last line is passed over."""
-    paths = sorted(folder.glob(get_records_path(folder, name, 0).name.replace("00000", "*")))
-    return Attempt(name, [_read_rank(rank, path) for rank, path in enumerate(paths)])
+    found = {rank: _read_rank(rank, path) for rank, path in find_records(folder, name).items()}
+    return Attempt(name, [found.get(rank, RankRecords(rank)) for rank in range(max(found, default=-1) + 1)])
 
 
 def _read_rank(rank: int, path: Path) -> RankRecords:

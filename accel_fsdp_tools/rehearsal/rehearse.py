@@ -266,6 +266,12 @@ class _Rehearsal:
 
 def _list_notes(straight: Attempt, resumed: Attempt) -> list[str]:
     notes = list(list_inexact(resumed))
+    following = straight.get_step(resumed.first_step + 1)
+    if any(record["batches"] and record["batches"][0]["batch"] == 1 for record in following):
+        notes.append(
+            f"the checkpoint of step {resumed.first_step} lies at the end of an epoch: rehearse with another --save-at, "
+            "too, so that the resume has to go on inside of one"
+        )
     if not any(record["losses"] or record["backward_losses"] for record in straight.get_step(straight.first_step + 1)):
         notes.append("no loss was seen: pass it to step(loss=...), or use accelerator.backward")
     return notes

@@ -26,6 +26,8 @@ FAULTS = (
     "skip-first-batches",  # the same with Accelerate's function, which the package refuses
     "unprepared-optimizer",  # refused by the package
     "second-optimizer",  # one that the package never gets to see
+    "unprepared-loader",  # the script iterates a loader that nobody follows
+    "save-draws",  # a hook that runs at every save draws a random number
     "unprepared-scheduler",  # made after the Checkpointer, which would have refused it
     "own-schedule",  # learning rates from a counter of the script's own
     "unseeded-data",  # the dataset draws from a generator with a seed of the moment
@@ -117,6 +119,10 @@ def main() -> None:
         scheduler = None
         if fault not in ("unprepared-scheduler", "own-schedule"):
             scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, decay))
+    if fault == "unprepared-loader":
+        loader = DataLoader(Data(fault), batch_size=args.batch_size, drop_last=True)
+    if fault == "save-draws":
+        accelerator.register_save_state_pre_hook(lambda *_: torch.rand(1))
     model.train()
     if fault == "no-checkpointer":
         return
