@@ -22,6 +22,7 @@ from .position import Position, StepAndEpoch
 from .progress import check_data_resume
 from .progress import track as track_loaders
 from .ranks import run_on_each, run_on_main, wait_for_ranks
+from .recording import join
 from .resuming import ON_DAMAGE, Resumed
 from .retention import KeepBest, RetentionPolicy
 from .run_loads import RunLoads
@@ -147,7 +148,8 @@ class Checkpointer:
         check_choice("verify", verify, VERIFY_MODES)
         check_choice("on_damage", on_damage, ON_DAMAGE)
         check_choice("when_busy", when_busy, _WHEN_BUSY)
-        self.root = Path(root).expanduser().absolute()
+        self._recorder = join()
+        self.root = Path(root).expanduser().absolute() if self._recorder is None else self._recorder.root
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{self.root} is a file; give a directory for the checkpoints", path=str(self.root))
         contract.check_setup(accelerator)
@@ -173,6 +175,8 @@ class Checkpointer:
         self._tracker.train_index = self._tracker.find_train_loader(train_dataloader)
         self._counter = StepAndEpoch(self._tracker, self._tracker.train_index)
         follow_steps(accelerator)
+        if self._recorder is not None:
+            self._recorder.attach(accelerator)
         self._held = HeldRoot(self.root)
         self._guard = RunGuard(self.root, watching)
         self._metrics: dict[str, Any] = {}
@@ -281,6 +285,8 @@ class Checkpointer:
         """
         if path is not None and fresh:
             raise UsageError("resume() was given both a path and fresh=True; choose one")
+        if self._recorder is not None:
+            path = None  # a rehearsal begins from nothing, and resumes from its own
         changes = ModelChanges.make(rename, allow_missing, allow_unexpected, resize)
         wait_for_ranks("Checkpointer.resume", timeout_s=self._timeout_s)
         self._finish()
@@ -302,6 +308,8 @@ class Checkpointer:
         stop = self._guard.begin_training(self.num_steps)
         if stop is not None:
             self._guard.leave(stop, step=self.num_steps, path=None)
+        if self._recorder is not None:
+            self._recorder.begin(position.step, position.report)
         return position
 
     def _open(self) -> None:
@@ -332,6 +340,8 @@ class Checkpointer:
         """
         given = {**(metrics or {}), **({} if loss is None else {"loss": loss})}
         self._metrics = {name: value.detach() if hasattr(value, "detach") else value for name, value in given.items()}
+        if self._recorder is not None:
+            self._recorder.note_loss(loss)
         if not self._accelerator.sync_gradients:
             return None
         self._counter.count_update()
@@ -340,12 +350,15 @@ class Checkpointer:
         stop = self._guard.step(self.num_steps)
         if stop is None and self._saves.is_done():  # ranks end their parts at different moments: rank 0's decides
             self._finish()
+        is_ordered = self._recorder is not None and self._recorder.end_step(self.num_steps)
         path = None
-        if stop is None and self._saves.is_due(self.num_steps):
+        if stop is None and (self._saves.is_due(self.num_steps) or is_ordered):
             path = self.save()
             stop = self._guard.ask()
         if stop is not None:
             self._leave(stop)
+        if self._recorder is not None:
+            self._recorder.leave_step(self.num_steps, self._finish)
         return path
 
     def _leave(self, stop: Stop) -> NoReturn:

@@ -10,6 +10,7 @@ from pathlib import Path
 from .commit import looks_like_checkpoint
 from .errors import CheckpointNotFoundError
 from .manifest import DIRECTORY
+from .rehearsal.orders import redirect
 from .survey import choose_newest
 from .verify import verify_checkpoint
 
@@ -38,7 +39,7 @@ def latest_checkpoint(output_dir: str | Path) -> Path | None:
         CheckpointNotFoundError: it is a file.
         ManifestVersionError: a newer version of this package wrote one of the checkpoints.
     """
-    root = Path(output_dir).expanduser().absolute()
+    root = redirect(Path(output_dir).expanduser().absolute())
     if not root.exists():
         return None
     if not root.is_dir():

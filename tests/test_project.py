@@ -22,6 +22,7 @@ PACKAGE = ROOT / "accel_fsdp_tools"
 # one module and may do inside as it likes. New modules are added here, as low as they can be.
 LAYERS: list[set[str]] = [
     {"crc", "errors", "findings", "meter", "host_copies", "parts", "phases"},
+    {"rehearsal"},
     {"extents", "names", "meetings", "files", "layout", "permissions", "retention", "upstream"},
     {"architecture", "arguments", "placements", "ranks", "weighted_sums"},
     {"background", "formats"},
@@ -48,7 +49,7 @@ LAYERS: list[set[str]] = [
     {"proven"},
     {"changed_load", "compare_disk", "compare_recorded"},
     {"export_live", "inventory", "load_objects", "rank_restore", "tracking", "verify_live"},
-    {"completing", "verify_states"},
+    {"completing", "recording", "verify_states"},
     {"save", "load"},
     {"resuming"},
     {"run_loads", "run_saves"},

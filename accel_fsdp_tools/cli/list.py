@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .exits import DIFFERENCE, GOOD
+from .tables import align
 
 if TYPE_CHECKING:
     from ..survey import Entry, Skipped
@@ -84,7 +85,6 @@ def _choose(root: Path, entries: list[Entry], max_resumes: int | None) -> tuple[
 
 
 def _format(root: Path, entries: list[Entry], chosen: str | None, reason: str, skipped: list[Skipped]) -> str:
-    from .tables import align
 
     lines = [str(root)]
     if entries:

@@ -12,9 +12,19 @@ _MIN_WIDTH, _MAX_WIDTH = 60, 100
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines, in columns."""
+    """Return rows of as many cells each as lines, their columns one below the other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def get_width() -> int:
+    """Return how many columns a text for people may have here."""
+    return min(max(shutil.get_terminal_size((_MAX_WIDTH, 24)).columns, _MIN_WIDTH), _MAX_WIDTH)
+
+
+def wrap(message: str, width: int) -> list[str]:
+    """Break a message into lines. Paths and names stay whole, so that they can be copied."""
+    return textwrap.wrap(message, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def format_report(report: VerifyReport, *, only_failures: bool = False) -> str:
@@ -48,13 +58,13 @@ def _format_verdict(report: VerifyReport) -> str:
 
 def _format_table(findings: Iterable[Finding]) -> list[str]:
     rows = [(each.severity.value, each.code, _get_place(each), each.message) for each in findings]
-    width = min(max(shutil.get_terminal_size((_MAX_WIDTH, 24)).columns, _MIN_WIDTH), _MAX_WIDTH)
+    width = get_width()
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     indent = first + second + 4
     lines = []
     for severity, code, place, message in rows:
         head = f"{severity:<{first}}  {code:<{second}}  "
-        text = [*([place] if place else []), *_wrap(message, width - indent)]
+        text = [*([place] if place else []), *wrap(message, width - indent)]
         lines += [head + text[0], *(" " * indent + line for line in text[1:])]
     return lines
 
@@ -63,8 +73,3 @@ def _get_place(finding: Finding) -> str:
     """Return file, tensor and rank in one line of their own: names are long, and are what one searches for."""
     parts = [finding.path or "", finding.fqn or "", f"rank {finding.rank}" if finding.rank is not None else ""]
     return "  ".join(part for part in parts if part)
-
-
-def _wrap(message: str, width: int) -> list[str]:
-    # Paths and names stay whole, so that they can be copied.
-    return textwrap.wrap(message, width, break_long_words=False, break_on_hyphens=False) or [""]

@@ -27,6 +27,15 @@ _KEY = "_accel_fsdp_tools_follower"
 _SKIPPER, _SKIPPER_READS = "skip_first_batches", "iteration"  # Accelerate's function copies it from a loader
 
 
+_observer: Callable[[Follower, Any], None] | None = None
+
+
+def set_batch_observer(observer: Callable[[Follower, Any], None] | None) -> None:
+    """Install a function that is called with each batch which a followed loader is about to hand out, and by whom."""
+    global _observer
+    _observer = observer
+
+
 def _do_nothing() -> None:
     pass
 
@@ -107,6 +116,8 @@ class Follower:
                 if this.is_void:
                     raise _make_void_error()
                 self._count(this, batch)
+                if _observer is not None:
+                    _observer(self, batch)
                 yield batch
             this.is_exhausted = True
         except GeneratorExit:

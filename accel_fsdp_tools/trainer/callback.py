@@ -16,6 +16,7 @@ from ..export_live import export_model
 from ..load import VERIFY_MODES
 from ..progress import check_data_resume
 from ..ranks import run_on_main
+from ..recording import join
 from ..report import LoadReport
 from ..resuming import ON_DAMAGE
 from ..retention import KeepBest, RetentionPolicy, make_policy
@@ -126,6 +127,7 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             watching=Watching(on_signal, hang_limits, health, health_every, health_timeout_s),
         )
         self._trainer: Trainer | None = None
+        self._recorder = join()
         self.run: TrainingRun | None = None
         if trainer is not None:
             self._attach(trainer)
@@ -138,6 +140,8 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def _attach(self, trainer: Trainer) -> None:
         check_trainer(trainer)
         self._trainer = trainer
+        if self._recorder is not None:
+            trainer.args.output_dir = str(self._recorder.root)
         install(trainer, self)
 
     def _require_trainer(self) -> Trainer:
@@ -151,6 +155,10 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def open_run(self) -> TrainingRun:
         """Return a new run. Called by the hook of `train`."""
         return TrainingRun(self._require_trainer(), self._options)
+
+    def choose_start(self, given: Any) -> Any:
+        """Return what to resume from. Called by the hook of `train`, whose caller wants `given`."""
+        return given if self._recorder is None else self._recorder.choose_start(given)
 
     def _require_run(self) -> TrainingRun:
         self._require_trainer()
@@ -173,15 +181,22 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Verify what was loaded, before the first step."""
-        self._require_run().begin_training(kwargs.get("train_dataloader"))
+        run = self._require_run()
+        run.begin_training(kwargs.get("train_dataloader"))
+        if self._recorder is not None:
+            self._recorder.attach(self._require_trainer().accelerator, restores_schedulers=True)
+            self._recorder.begin(state.global_step, run.report)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the random state back where the Trainer's own came last."""
         self._require_run().begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save and stop here, if any rank was asked to."""
+        """Save and stop here, if any rank was asked to. In a rehearsal: record the step, and do what is ordered."""
         self._require_run().end_step(control)
+        if self._recorder is not None:
+            control.should_save |= self._recorder.end_step(state.global_step)
+            self._recorder.leave_step(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Complete and commit what the Trainer has just saved."""

@@ -42,6 +42,9 @@ class Owner(Protocol):
     def open_run(self) -> TrainingRun:
         """Return a new run for a call of `train`."""
 
+    def choose_start(self, given: Any) -> Any:
+        """Return what to resume from, where the caller of `train` wants `given`."""
+
     def export_into(self, directory: Path) -> None:
         """Write the model beside whatever is in a directory."""
 
@@ -101,7 +104,7 @@ def _train(owner: Owner, original: Callable[..., Any], *args: Any, **kwargs: Any
     run = owner.run = owner.open_run()
     error: BaseException | None = None
     try:
-        path = run.open(kwargs.get("resume_from_checkpoint"), kwargs.get("trial"))
+        path = run.open(owner.choose_start(kwargs.get("resume_from_checkpoint")), kwargs.get("trial"))
         kwargs["resume_from_checkpoint"] = None if path is None else str(path)
         with _functions_replaced(run), run.adapters_kept():
             return original(**kwargs)
