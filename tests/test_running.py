@@ -201,7 +201,7 @@ def _evaluate_for_long(root: str) -> Log:
         if number == 7:
             with checkpointer.phase("evaluation"):
                 time.sleep(5)
-                assert [beat.phase for _, beat in list_beats(Path(root))] == ["evaluation"] * 2
+                assert list_beats(Path(root))[int(os.environ["RANK"])][1].phase == "evaluation"
 
     limits = HangLimits(step_s=3, first_step_s=60, saving_s=60, loading_s=60, evaluation_s=60)
     return train(root, SETUP, options={"hang_limits": limits, "on_signal": ()}, on_batch=on_batch)
@@ -260,7 +260,6 @@ def test_processes_end_with_the_documented_code(tmp_path: Path) -> None:
         run.wait_for("batch 3")
         run.processes[1].send_signal(signal.SIGUSR1)
         run.wait_for("SIGUSR1: this process saves at the end of its step", 1)
-        run.wait_for("batch", 0)
         assert run.wait() == [75, 75], _read_logs(tmp_path / "r1")
     assert len(read_root(tmp_path / "root")) == 1
 
