@@ -23,7 +23,7 @@ from .exits import Preempted, RunStopped, Unhealthy
 from .health import Health, HealthCheck, check_health
 from .heartbeat import FAILED, FINISHED, RUNNING, STOPPED, Beat, Heartbeat, clear_beats
 from .signals import DEFAULT_SIGNALS, SignalWatch, parse_signals
-from .watchdog import ENDING, FIRST_STEP, LOADING, STEP, HangLimits, Watchdog, make_limits
+from .watchdog import ENDING, FIRST_STEP, STEP, HangLimits, Watchdog, make_limits
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,10 @@ class RunGuard:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def begin(self, run_id: str, attempt: int) -> None:
-        """Begin to watch, in the phase "loading". The root is held. Collective; does nothing if it has begun."""
+        """Begin to watch. The root is held. Collective; does nothing if it has begun.
+
+        The watchdog begins with the first phase.
+        """
         if self.is_begun:
             return
         beat = Beat.begin(get_rank(), get_world_size(), run_id, attempt)
@@ -100,7 +103,6 @@ class RunGuard:
         self._heartbeat = Heartbeat(self._root, beat)
         atexit.register(self._tell_at_exit)
         self._signals.install()
-        self._enter(LOADING)
 
     def begin_training(self, step: int) -> Stop | None:
         """Everything is loaded, and the first step begins. Collective.
@@ -110,7 +112,7 @@ class RunGuard:
         """
         if self._heartbeat is not None:
             self._heartbeat.tell_step(step)
-        self._enter(FIRST_STEP)
+        self.enter(FIRST_STEP)
         return self.ask()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -151,7 +153,7 @@ class RunGuard:
         """
         if self._heartbeat is not None:
             self._heartbeat.tell_step(step)
-        self._enter(STEP)
+        self.enter(STEP)
         if self._health is not None:
             self._problem = self._health.check(step) or self._problem
         return self._explain(self._agreement.exchange(self._get_number())) if self._agrees else None
@@ -193,7 +195,7 @@ class RunGuard:
         if get_rank() == 0:
             logger.warning("%s", error)
         self._signals.begin_to_leave(error.exit_code)
-        self._enter(ENDING)
+        self.enter(ENDING)
         self._left = error
         raise error
 
@@ -205,7 +207,7 @@ class RunGuard:
         if not self.is_begun or self._is_closed:
             yield
             return
-        before = self._phases[-1] if self._phases else (STEP, None)
+        before = self._phases[-1] if self._phases else None
         self._phases.append((name, limit_s))
         self._arm(name, limit_s)
         try:
@@ -213,20 +215,23 @@ class RunGuard:
         finally:
             self._phases.pop()
             self._agreement.forget_time()
-            if not self._is_closed:
+            if before is None:  # nothing is known to come: a load has failed, perhaps
+                self._watchdog.cancel()
+            elif not self._is_closed:
                 self._arm(*before)
 
     def rest(self) -> None:
         """Between steps, where nobody knows what comes: the limit of an evaluation. Until `go_on`, or the next step."""
         self._agreement.forget_time()
-        self._enter(ENDING)
+        self.enter(ENDING)
 
     def go_on(self) -> None:
         """The next step begins, if `rest` was the last that was said."""
         if self._phases == [(ENDING, None)]:
-            self._enter(STEP)
+            self.enter(STEP)
 
-    def _enter(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
+        """From now on this is what the run does, until something else is said."""
         self._phases[:1] = [(phase, None)]
         self._arm(*self._phases[-1])
 
