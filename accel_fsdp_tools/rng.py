@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import RngStateError
+from .numpy_memory import remember_numpy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,13 +39,13 @@ class RngSnapshot:
 
     Attributes:
         python: what `random.getstate()` returned.
-        numpy: what `numpy.random.get_state(legacy=False)` returned.
+        numpy: what `numpy.random.get_state(legacy=False)` returns.
         torch: the state of torch's CPU generator.
         devices: by accelerator type ("cuda", ...), the state of the generator of the current device.
     """
 
     python: tuple[Any, ...]
-    numpy: dict[str, Any]
+    numpy: Mapping[str, Any]
     torch: Tensor
     devices: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -61,7 +62,7 @@ class RngSnapshot:
         if devices:
             for name, module in find_device_modules().items():
                 states[name] = module.get_rng_state()
-        return cls(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), states)
+        return cls(random.getstate(), remember_numpy(), torch.get_rng_state(), states)
 
     def restore(self) -> tuple[str, ...]:
         """Put all generators back to this moment, or none of them.
@@ -81,7 +82,7 @@ class RngSnapshot:
         try:
             random.setstate(self.python)
             name = "numpy"
-            np.random.set_state(self.numpy)
+            np.random.set_state(dict(self.numpy))
             name = "torch"
             torch.set_rng_state(self.torch)
             for name, state in self.devices.items():
@@ -99,7 +100,7 @@ class RngSnapshot:
         import torch
 
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        np.random.set_state(dict(self.numpy))
         torch.set_rng_state(self.torch)
         for name, state in self.devices.items():
             modules[name].set_rng_state(state)

@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_fsdp_tools import numpy_memory
 from accel_fsdp_tools import rng as rng_module
 from accel_fsdp_tools.errors import DataProgressError, RngStateError
+from accel_fsdp_tools.numpy_memory import RememberedState, remember_numpy
 from accel_fsdp_tools.rank_state import get_rank_paths, read_rank_state, write_rank_state
 from accel_fsdp_tools.rng import (
     RngSnapshot,
@@ -203,3 +205,41 @@ def test_a_faulty_rank_file_is_an_error_that_names_rank_and_path(tmp_path: Path,
     assert caught.value.rank == 1
     assert str(path) in str(caught.value)
     read_rank_state(tmp_path, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    draws=st.lists(st.sampled_from(["random", "randn", "many", "bytes", "seed", "restore"]), max_size=6),
+)
+def test_numpys_state_is_read_from_memory_as_numpy_tells_it(seed: int, draws: list[str]) -> None:
+    before = np.random.get_state(legacy=False)
+    np.random.seed(seed)
+    for draw in draws:
+        {
+            "random": np.random.rand,
+            "randn": np.random.randn,
+            "many": lambda: np.random.rand(1000),
+            "bytes": lambda: np.random.bytes(3),
+            "seed": lambda: np.random.seed(seed // 2),
+            "restore": lambda: np.random.set_state(before),
+        }[draw]()
+        state, expected = remember_numpy(), np.random.get_state(legacy=False)
+        assert isinstance(state, RememberedState)  # not numpy's own answer
+        assert encode_numpy_state(state).equal(encode_numpy_state(expected))
+        assert state["state"]["key"].dtype == np.uint32
+
+
+def test_numpy_is_asked_where_memory_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(4))
+        snapshot = RngSnapshot.capture()
+        expected = np.random.rand(3).tolist()
+        assert snapshot.numpy["bit_generator"] == "PCG64"
+        snapshot.restore()
+        assert np.random.rand(3).tolist() == expected
+    finally:
+        np.random.set_bit_generator(before)
+    monkeypatch.setattr(numpy_memory, "_find_gauss", lambda: None)  # a numpy that keeps it elsewhere
+    assert not isinstance(remember_numpy(), RememberedState)

@@ -47,7 +47,7 @@ class Moment:
         """Raise DataProgressError if a generator of this moment has no place in the loader; changes nothing."""
         if self.rng is not None:
             try:
-                check_numpy_state(self.rng.numpy, np.random.RandomState().get_state(legacy=False))
+                check_numpy_state(dict(self.rng.numpy), np.random.RandomState().get_state(legacy=False))
             except ValueError as error:
                 raise _make_error(("numpy",), str(error)) from error
         for path, state in self.generators.items():
