@@ -16,7 +16,7 @@ from ..findings import Finding, Severity
 from ..fingerprint import Fingerprint
 from ..meter import Progress
 from .companions import Companions, resolve_model, write_companions
-from .content import Choices
+from .content import Choices, Content
 from .copying import CopyResult, copy_tensors
 from .outputs import MAX_SHARD_SIZE, parse_size
 from .plans import Part, Plan, Request, make_plan
@@ -193,7 +193,7 @@ def _write_part(
         directory.mkdir()
         fsync_directory(directory.parent)
     vouched = _find_vouched(part) if verify != "off" else _Vouched({}, {})
-    with _timed(seconds, "copy"):
+    with _timed(seconds, "copy"), _close_reverter(part.content):
         copied, proven = _copy(part, directory, vouched, verify, num_threads, progress)
     proof = _describe_source(part, copied, vouched)
     proof["output"] = "not read again (verify=off)" if proven is None else _describe_output(proven, vouched)
@@ -223,6 +223,15 @@ def _find_vouched(part: Part) -> _Vouched:
         if crc is not None:
             crcs[output.name] = crc
     return _Vouched(fingerprints, crcs)
+
+
+@contextmanager
+def _close_reverter(content: Content) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if content.reverter is not None:
+            content.reverter.close()
 
 
 def _copy(

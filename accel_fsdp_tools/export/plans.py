@@ -15,7 +15,15 @@ from ..errors import CheckpointNotFoundError, UnsupportedError, UsageError
 from ..findings import Finding, Severity
 from .adapters import DEFAULT, AdapterSet, collect_adapter, find_adapters
 from .companions import Companions, find_companions, resolve_model
-from .content import Choices, Content, collect_model, collect_optimizer, find_facts, take_from_base
+from .content import (
+    Choices,
+    Content,
+    collect_model,
+    collect_optimizer,
+    find_facts,
+    make_reverter,
+    take_from_base,
+)
 from .foreign import describe_from_config
 from .outputs import OutputFile, OutputTensor, split_into_files
 from .select import Selection, select_model, select_optimizer
@@ -111,7 +119,8 @@ def make_plan(request: Request) -> Plan:
         else find_facts(selection, model, request.choices)
     )
     describe_s = time.monotonic() - started
-    content = collect_model(selection, facts, request.choices)
+    reverter = make_reverter(selection, model, facts, request.choices)
+    content = collect_model(selection, facts, request.choices, reverter)
     if request.base is not None and request.only is not None:
         content = take_from_base(content, resolve_model(request.base, weights=True), request.only)
     plan = _finish(request, selection, {"": content}, _find_companions(selection, content, model))
