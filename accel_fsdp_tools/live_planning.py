@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .architecture.facts import AdapterFacts, ArchitectureFacts
+from .architecture.outputs import OutputFacts
 from .assets import write_model_assets
 from .describing import describe_architecture
-from .errors import MismatchError, UnsupportedError
-from .export.adapters import Adapter, collect_adapter
+from .errors import MismatchError, UnsupportedError, UsageError
+from .export.adapters import DEFAULT, Adapter, check_name, collect_adapter
 from .export.companions import CONFIG_NAME, Companions, find_companions
 from .export.content import Choices, Content, collect_tensors
-from .export.outputs import OutputFile, split_into_files
+from .export.outputs import ONE_FILE, OutputFile, split_into_files
 from .export.recipes import locate_outputs
 from .export.settling import choose_dtypes, settle_config
 from .extents import DTYPE_SIZES, ByteRange, DiskTensor, Extent, count_elements, get_whole
@@ -51,9 +52,10 @@ class Description:
 
 @dataclass(frozen=True)
 class LivePlan:
-    """The same on every rank, but for `shards`.
+    """What goes into one directory of weights. The same on every rank, but for `shards`.
 
     Attributes:
+        folder: inside the output, empty for the output itself: PEFT keeps each adapter in a directory of its own.
         shards: this rank's, under the names that the architecture's facts have.
         feeds: outputs by the live tensor that goes into them.
         summed: outputs that are cast or converted, so that only the ranks together know their fingerprints.
@@ -62,6 +64,7 @@ class LivePlan:
         num_cast: how many names there are of others.
     """
 
+    folder: str
     content: Content
     files: tuple[OutputFile, ...]
     companions: Companions
@@ -87,58 +90,96 @@ def describe_model(model: torch.nn.Module, folder: Path, tokenizer: Any) -> Desc
     return Description(facts.to_dict(), companions, problems)
 
 
-def make_plan(
+def make_plans(
     model: torch.nn.Module,
     described: Description,
     fingerprints: Mapping[str, Fingerprint],
     *,
     dtype: str,
     max_shard_size: int | str,
-) -> LivePlan:
-    """Return the plan. Not collective.
+    adapter: str | None,
+) -> tuple[LivePlan, ...]:
+    """Return the plan of each directory, at least one. Not collective.
 
     Args:
         model: prepared.
         described: by rank 0.
         fingerprints: of the live tensors, by each of their names.
-        dtype, max_shard_size: as for `export_model`.
+        dtype, max_shard_size, adapter: as for `export_model`.
 
     Raises:
         UnsupportedError: something that is written is computed by transformers, or of a dtype without a file format.
         MismatchError: the model's tensors are not those that were described.
-        UsageError: the config's dtype is wanted and no config states one.
+        UsageError: the config's dtype is wanted and no config states one, or there is no such adapter.
     """
     facts = ArchitectureFacts.from_dict(described.facts)
     shards = tuple(iterate_local_shards(model))
     tensors, owners = _list_tensors(shards, facts)
     known = {name: fingerprints[owner] for name, owner in owners.items()}
+    live = _Live(facts, shards, tensors, owners, known)
     companions = described.companions
-    if facts.peft is not None:
-        adapter = _choose_adapter(facts)
-        content, outputs = _collect_adapter(adapter, tensors, known, facts), adapter.outputs
-        beside = {name: path for name, path in companions.files.items() if name != _GENERATION_NAME}
-        companions = Companions(None, beside)  # the config is the base model's
-    else:
-        content, outputs = collect_tensors(tensors, known, facts, Choices()), facts.outputs
+    if facts.peft is None:
+        if adapter is not None:
+            raise UsageError(f"adapter is {adapter!r}, and {facts.class_name} has no adapters.", actual=adapter)
+        content = collect_tensors(tensors, known, facts, Choices())
         beside = {name: path for name, path in companions.files.items() if name not in content.texts}
         companions = Companions(companions.config or content.config, beside)
-    chosen, hints = choose_dtypes(content, dtype, companions)
+        chosen, hints = choose_dtypes(content, dtype, companions)
+        findings = (*content.findings, *hints, *_judge(described, companions, content))
+        files = split_into_files(chosen, max_shard_size, stem=content.stem)
+        companions = settle_config(companions, content, chosen)
+        return (_finish(live, "", content, facts.outputs, files, companions, findings),)
+    plans: list[LivePlan] = []
+    beside = {name: path for name, path in companions.files.items() if name != _GENERATION_NAME}
+    for each in _choose_adapters(facts, adapter):
+        folder = "" if adapter is not None or each.name == DEFAULT else each.name
+        content = _collect_adapter(each, tensors, known, facts)
+        chosen, _ = choose_dtypes(content, dtype, Companions())
+        files = split_into_files(chosen, ONE_FILE, stem=content.stem)
+        own = Companions(None, {} if plans else beside)  # the config is the base model's
+        findings = (*content.findings, *(() if plans else _judge(described, own, content)))
+        plans.append(_finish(live, folder, content, each.outputs, files, own, findings))
+    return tuple(plans)
+
+
+@dataclass(frozen=True)
+class _Live:
+    """The live tensors: this rank's shards, all as if each lay in one place, their first names, their fingerprints."""
+
+    facts: ArchitectureFacts
+    shards: tuple[LocalShard, ...]
+    tensors: Mapping[str, DiskTensor]
+    owners: Mapping[str, str]
+    known: Mapping[str, Fingerprint]
+
+
+def _finish(
+    live: _Live,
+    folder: str,
+    content: Content,
+    outputs: Sequence[OutputFacts],
+    files: tuple[OutputFile, ...],
+    companions: Companions,
+    findings: tuple[Finding, ...],
+) -> LivePlan:
     converted = {output.name for output in outputs if output.source is None}
-    summed = {each.name for each in chosen if each.name in converted or each.dtype != each.source.dtype}
-    files = split_into_files(chosen, max_shard_size, stem=content.stem)
+    written = [tensor for file in files for tensor in file.tensors]
+    summed = {each.name for each in written if each.name in converted or each.dtype != each.source.dtype}
+    owners = live.owners
     feeds = list_feeds(files, outputs, owners)
     kept = {
-        name: known[name]
+        name: live.known[name]
         for name, owner in owners.items()
         if all(feed.job.tensor.dtype == feed.job.source.dtype for feed in feeds.get(owner, ()))
     }
     return LivePlan(
+        folder=folder,
         content=content,
         files=files,
-        companions=settle_config(companions, content, chosen),
-        findings=(*content.findings, *hints, *_judge(described, companions, content)),
-        class_name=facts.class_name,
-        shards=shards,
+        companions=companions,
+        findings=findings,
+        class_name=live.facts.class_name,
+        shards=live.shards,
         feeds=feeds,
         summed=frozenset(summed),
         checked=frozenset(owners[name] for output in outputs if output.name in summed for name in output.needed),
@@ -168,20 +209,23 @@ def _list_tensors(
     return tensors, owners
 
 
-def _choose_adapter(facts: ArchitectureFacts) -> AdapterFacts:
+def _choose_adapters(facts: ArchitectureFacts, name: str | None) -> Sequence[AdapterFacts]:
+    """Return all adapters, or the one called `name`."""
     peft = facts.peft
     assert peft is not None  # noqa: S101 - for the type checker
-    known = {each.name: each for each in peft.adapters}
-    active = [name for name in peft.active if name in known]
-    if len(active) == 1:
-        return known[active[0]]
-    what = f"has {len(active)} active adapters ({', '.join(active)})" if active else "has no adapter that is known"
-    reason = f": {peft.problem}" if peft.problem else ""
-    raise UnsupportedError(
-        f"{facts.class_name} {what}{reason}. What is exported from memory is the one active adapter; for others, "
-        "save a checkpoint with save_state and export that (accel-fsdp export CKPT OUT).",
-        actual=tuple(active),
-    )
+    found = [each for each in peft.adapters if name in (None, each.name)]
+    if peft.problem is not None and (not found or (name is None and peft.lacks_adapters)):
+        raise UnsupportedError(
+            f"What PEFT would write for this {facts.class_name} cannot be worked out: {peft.problem}. Use the model's "
+            "own save_pretrained.",
+            actual=peft.problem,
+        )
+    if not found:
+        names = ", ".join(each.name for each in peft.adapters)
+        raise UsageError(f"There is no adapter {name!r}; the model has {names}.", expected=name, actual=names)
+    for each in found:
+        check_name(each.name)
+    return found
 
 
 def _collect_adapter(

@@ -25,14 +25,12 @@ from .content import (
     take_from_base,
 )
 from .foreign import describe_from_config
-from .outputs import OutputFile, OutputTensor, split_into_files
+from .outputs import ONE_FILE, OutputFile, OutputTensor, split_into_files
 from .select import Selection, select_model, select_optimizer
 from .settling import choose_dtypes, settle_config
 
 CHECKPOINT = "checkpoint"
 """The base model's weights are those in the checkpoint."""
-
-_ONE_FILE = 1 << 62  # PEFT reads adapters from one file
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ def _finish(request: Request, selection: Selection, contents: dict[str, Content]
         is_model = content.stem == "model"
         if is_model:
             companions = settle_config(companions, content, outputs)
-        size = request.max_shard_size if content.stem != "adapter_model" else _ONE_FILE
+        size = request.max_shard_size if content.stem != "adapter_model" else ONE_FILE
         parts.append(Part(folder, content, split_into_files(outputs, size, stem=content.stem)))
         # Adapters are in float32 whatever the model is in: nothing to hint at.
         findings += [*content.findings, *(more if is_model else ())]
