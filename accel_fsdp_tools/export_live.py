@@ -31,6 +31,7 @@ from .findings import Finding, Severity
 from .fingerprint import Fingerprint
 from .live import unwrap_module
 from .live_fingerprints import fingerprint_model
+from .live_merging import gather_merges
 from .live_planning import LivePlan, describe_model, make_plans
 from .live_writing import Written, choose_mine, list_holdings, write_shards
 from .rank_sums import Entry, add_up
@@ -51,6 +52,7 @@ def export_model(
     dtype: str = "keep",
     max_shard_size: int | str = MAX_SHARD_SIZE,
     adapter: str | None = None,
+    merge_adapter: bool = False,
     tokenizer: Any = None,
     overwrite: bool = False,
     verify: str = "output",
@@ -80,6 +82,8 @@ def export_model(
         max_shard_size: of a file, as for `save_pretrained`.
         adapter: of a PEFT model only this adapter, written into `out` itself. Without it all are written as PEFT does,
             "default" into `out` and others into directories of their own.
+        merge_adapter: write the base model with the adapters that are in use (or `adapter`) merged into it instead. The
+            live model stays as it is. The adapters' matrices are needed whole on every rank while this is done.
         tokenizer: tokenizer or processor to write beside the weights.
         overwrite: replace an earlier export at `out`, once the new one is proven.
         verify: "output" reads everything that was written again and compares it; "load" also loads it with
@@ -114,6 +118,7 @@ def export_model(
         dtype=dtype,
         max_shard_size=max_shard_size,
         adapter=adapter,
+        merge_adapter=merge_adapter,
         overwrite=overwrite,
         verify=verify,
         report=report,
@@ -129,7 +134,13 @@ def export_model(
         plans = run_on_each(
             "planning the export",
             lambda: make_plans(
-                prepared, described, fingerprints, dtype=dtype, max_shard_size=max_shard_size, adapter=adapter
+                prepared,
+                described,
+                fingerprints,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                adapter=adapter,
+                merge_adapter=merge_adapter,
             ),
         )
         run_on_each("planning the proof", lambda: _check_loadable(plans[0], verify))
@@ -182,9 +193,11 @@ def _write_part(
 
     run_on_main("making the files", make_files)
     wait_until_seen("looking for the shared storage", staging.parent, lambda: _look(plan.files, directory))
+    weights = {shard.fqn: shard for shard in plan.shards if shard.fqn in plan.updates}
+    merges = gather_merges(plan.updates, weights, mine, fingerprints) if plan.updates else {}
     written = run_on_each(
         "writing the export",
-        lambda: write_shards(mine, plan.feeds, directory, summed=plan.summed, num_threads=threads),
+        lambda: write_shards(mine, plan.feeds, directory, summed=plan.summed, merges=merges, num_threads=threads),
     )
     expected = _agree_on_expected(plan, written, fingerprints)
     clock.note("write")

@@ -164,7 +164,7 @@ def _plan_adapters(request: Request, selection: Selection, found: AdapterSet, mo
     from .merging import collect_merged
 
     base = None if request.merge_adapter == CHECKPOINT else _resolve_base(request.merge_adapter)
-    content = collect_merged(selection, found, chosen, base, model, request.choices)
+    content = collect_merged(selection, found, chosen, base, model, request.choices).content
     plan = _finish(request, selection, {"": content}, _find_companions(selection, content, model, base))
     return dataclasses.replace(plan, adapters=dataclasses.replace(found, adapters=chosen), base=base, is_merged=True)
 
