@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from .assets import check_tokenizer
 from .errors import CallOrderError, DamagedCheckpointError, RankMismatchError, UsageError
+from .export.companions import Companions, write_companions
 from .export.load_values import check_loaded_values
 from .export.outputs import MAX_SHARD_SIZE, OutputFile, parse_size
 from .export.proof import sum_output
 from .export.report import ExportReport
-from .export.settling import DTYPES, PROOFS, build_report, find_overflows, write_rest
+from .export.settling import DTYPES, PROOFS, build_report, find_overflows, join_proofs, write_rest
 from .export.target import REPORT_NAME, check_space, check_target, replacing
 from .export.workers import count_threads
 from .export.writing import create_files
@@ -30,11 +31,12 @@ from .findings import Finding, Severity
 from .fingerprint import Fingerprint
 from .live import unwrap_module
 from .live_fingerprints import fingerprint_model
-from .live_planning import LivePlan, describe_model, make_plan
+from .live_merging import gather_merges
+from .live_planning import LivePlan, describe_model, make_plans
 from .live_writing import Written, choose_mine, list_holdings, write_shards
 from .rank_sums import Entry, add_up
 from .ranks import gather_all, get_rank, get_world_size, run_on_each, run_on_main, wait_for_ranks
-from .shards import Layout
+from .shards import Layout, LocalShard
 from .views import wait_until_seen
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ def export_model(
     *,
     dtype: str = "keep",
     max_shard_size: int | str = MAX_SHARD_SIZE,
+    adapter: str | None = None,
+    merge_adapter: bool = False,
     tokenizer: Any = None,
     overwrite: bool = False,
     verify: str = "output",
@@ -76,6 +80,10 @@ def export_model(
         dtype: "keep", or "bf16", "fp16", "fp32" for all floating tensors, or "config" for the dtype that the model's
             config states. Rounded to nearest even, as torch does.
         max_shard_size: of a file, as for `save_pretrained`.
+        adapter: of a PEFT model only this adapter, written into `out` itself. Without it all are written as PEFT does,
+            "default" into `out` and others into directories of their own.
+        merge_adapter: write the base model with the adapters that are in use (or `adapter`) merged into it instead. The
+            live model stays as it is. The adapters' matrices are needed whole on every rank while this is done.
         tokenizer: tokenizer or processor to write beside the weights.
         overwrite: replace an earlier export at `out`, once the new one is proven.
         verify: "output" reads everything that was written again and compares it; "load" also loads it with
@@ -94,7 +102,7 @@ def export_model(
         UsageError: an argument cannot be right, or differs between ranks; nothing was written.
         StorageError: the storage is not shared between ranks, not writable or full.
         ReplicaDivergenceError: ranks that should hold copies of a tensor hold different values.
-        UnsupportedError: what transformers would write cannot be copied from memory; adapters of PEFT.
+        UnsupportedError: what transformers or PEFT would write cannot be copied from memory.
         DamagedCheckpointError: what was read again is not what was in memory.
         RankMissingError, RankFailedError: another rank did not arrive, or failed.
     """
@@ -106,7 +114,14 @@ def export_model(
         lambda: _check_arguments(accelerator, model, dtype, max_shard_size, verify, tokenizer),
     )
     _require_same(
-        out=str(target), dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite, verify=verify, report=report
+        out=str(target),
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        adapter=adapter,
+        merge_adapter=merge_adapter,
+        overwrite=overwrite,
+        verify=verify,
+        report=report,
     )
     run_on_main("looking at the target", lambda: check_target(target, None, overwrite=overwrite))
     fingerprints = fingerprint_model(prepared)
@@ -116,37 +131,39 @@ def export_model(
         described = run_on_main(
             "describing the model", lambda: describe_model(prepared, Path(folder) / "model", tokenizer)
         )
-        plan = run_on_each(
+        plans = run_on_each(
             "planning the export",
-            lambda: make_plan(prepared, described, fingerprints, dtype=dtype, max_shard_size=max_shard_size),
+            lambda: make_plans(
+                prepared,
+                described,
+                fingerprints,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                adapter=adapter,
+                merge_adapter=merge_adapter,
+            ),
         )
-        run_on_each("planning the proof", lambda: _check_loadable(plan, verify))
-        run_on_main("looking for space", lambda: check_space(target, sum(file.size_bytes for file in plan.files)))
-        holdings = gather_all(list_holdings(plan.shards))
-        mine = run_on_each("dividing the work", lambda: choose_mine(plan.shards, holdings, get_rank()))
+        run_on_each("planning the proof", lambda: _check_loadable(plans[0], verify))
+        size_bytes = sum(file.size_bytes for plan in plans for file in plan.files)
+        run_on_main("looking for space", lambda: check_space(target, size_bytes))
+        holdings = gather_all(list_holdings(plans[0].shards))
+        mine = run_on_each("dividing the work", lambda: choose_mine(plans[0].shards, holdings, get_rank()))
         clock.note("plan")
         with _replacing_together(target) as staging:
-            run_on_main("making the files", lambda: create_files(plan.files, staging))
-            wait_until_seen("looking for the shared storage", target.parent, lambda: _look(plan.files, staging))
-            written = run_on_each(
-                "writing the export",
-                lambda: write_shards(mine, plan.feeds, staging, summed=plan.summed, num_threads=threads),
-            )
-            expected = _agree_on_expected(plan, written, fingerprints)
-            clock.note("write")
-            proof = {"fingerprints": _describe_source(plan), "output": "not read again (verify=off)"}
-            if verify != "off":
-                proof["output"] = _prove(plan, staging, expected, threads)
-                clock.note("proof")
-            findings = find_overflows(_add_counts(written.num_overflowed))
-            run_on_main("writing the config", lambda: write_rest(staging, plan.files, plan.content, plan.companions))
+            proofs: dict[str, dict[str, str]] = {}
+            findings: tuple[Finding, ...] = ()
+            for plan in plans:
+                proofs[plan.folder], more = _write_part(plan, staging, mine, fingerprints, verify, threads, clock)
+                findings += more
+            proof = join_proofs(proofs)
+            run_on_main("writing the config", lambda: write_companions(staging, plans[0].companions))
             if verify == "load":
-                proof["load"], more = run_on_main("loading the export", lambda: _check_load(plan, staging))
+                proof["load"], more = run_on_main("loading the export", lambda: _check_load(plans[0], staging))
                 findings += more
                 clock.note("load")
 
             def finish() -> ExportReport:
-                done = _report(plan, target, proof, findings, clock.seconds)
+                done = _report(plans, target, proof, findings, clock.seconds)
                 if report:
                     write_json_durably(staging / REPORT_NAME, done.to_dict())
                 fsync_directory(staging)
@@ -154,6 +171,44 @@ def export_model(
 
             done = run_on_main("finishing the export", finish)
     return done
+
+
+def _write_part(
+    plan: LivePlan,
+    staging: Path,
+    mine: Sequence[LocalShard],
+    fingerprints: Mapping[str, Fingerprint],
+    verify: str,
+    threads: int,
+    clock: _Clock,
+) -> tuple[dict[str, str], tuple[Finding, ...]]:
+    """Write and prove one directory of weights; return the proof, and what casts have lost. Collective."""
+    directory = staging / plan.folder if plan.folder else staging
+
+    def make_files() -> None:
+        if plan.folder:
+            directory.mkdir()
+            fsync_directory(staging)
+        create_files(plan.files, directory)
+
+    run_on_main("making the files", make_files)
+    wait_until_seen("looking for the shared storage", staging.parent, lambda: _look(plan.files, directory))
+    weights = {shard.fqn: shard for shard in plan.shards if shard.fqn in plan.updates}
+    merges = gather_merges(plan.updates, weights, mine, fingerprints) if plan.updates else {}
+    written = run_on_each(
+        "writing the export",
+        lambda: write_shards(mine, plan.feeds, directory, summed=plan.summed, merges=merges, num_threads=threads),
+    )
+    expected = _agree_on_expected(plan, written, fingerprints)
+    clock.note("write")
+    proof = {"fingerprints": _describe_source(plan), "output": "not read again (verify=off)"}
+    if verify != "off":
+        proof["output"] = _prove(plan, directory, expected, threads)
+        clock.note("proof")
+    run_on_main("writing the index", lambda: write_rest(directory, plan.files, plan.content, Companions()))
+    where = f"{plan.folder}/" if plan.folder else ""
+    counts = {f"{where}{name}": count for name, count in _add_counts(written.num_overflowed).items()}
+    return proof, find_overflows(counts)
 
 
 class _Clock:
@@ -164,7 +219,8 @@ class _Clock:
     def note(self, phase: str) -> None:
         """Give the time since the last note to `phase`."""
         now = time.monotonic()
-        self.seconds[phase], self._last = now - self._last, now
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
 
 
 def _check_arguments(
@@ -333,20 +389,26 @@ def _describe_source(plan: LivePlan) -> str:
 
 
 def _report(
-    plan: LivePlan,
+    plans: Sequence[LivePlan],
     target: Path,
     proof: Mapping[str, str],
     findings: tuple[Finding, ...],
     seconds: Mapping[str, float],
 ) -> ExportReport:
-    return build_report(
-        plan.content,
-        plan.files,
-        plan.companions,
-        path=plan.class_name,
-        out=str(target),
-        source=f"in memory of {get_world_size()} rank(s)",
-        proof=proof,
-        findings=(*plan.findings, *findings),
-        seconds=dict(seconds),
+    first, *others = (
+        build_report(
+            plan.content,
+            plan.files,
+            plan.companions,
+            path=plan.class_name,
+            out=str(target),
+            source=f"in memory of {get_world_size()} rank(s)",
+            proof=proof,
+            findings=(*(finding for each in plans for finding in each.findings), *findings),
+            seconds=dict(seconds),
+        ).move_into(plan.folder)
+        for plan in plans
     )
+    for other in others:
+        first = first.add(other)
+    return first

@@ -7,19 +7,22 @@ which every rank does for itself with the same result.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .architecture.facts import AdapterFacts, ArchitectureFacts
+from .architecture.outputs import OutputFacts
 from .assets import write_model_assets
 from .describing import describe_architecture
-from .errors import MismatchError, UnsupportedError
-from .export.adapters import Adapter, collect_adapter
+from .errors import MismatchError, UnsupportedError, UsageError
+from .export.adapters import DEFAULT, Adapter, AdapterSet, check_name, collect_adapter
 from .export.companions import CONFIG_NAME, Companions, find_companions
 from .export.content import Choices, Content, collect_tensors
-from .export.outputs import OutputFile, split_into_files
+from .export.lora import Update
+from .export.outputs import ONE_FILE, OutputFile, split_into_files
 from .export.recipes import locate_outputs
+from .export.select import ModelTensors
 from .export.settling import choose_dtypes, settle_config
 from .extents import DTYPE_SIZES, ByteRange, DiskTensor, Extent, count_elements, get_whole
 from .findings import Finding, Severity
@@ -51,17 +54,20 @@ class Description:
 
 @dataclass(frozen=True)
 class LivePlan:
-    """The same on every rank, but for `shards`.
+    """What goes into one directory of weights. The same on every rank, but for `shards`.
 
     Attributes:
+        folder: inside the output, empty for the output itself: PEFT keeps each adapter in a directory of its own.
         shards: this rank's, under the names that the architecture's facts have.
         feeds: outputs by the live tensor that goes into them.
         summed: outputs that are cast or converted, so that only the ranks together know their fingerprints.
         checked: live tensors that these are made of.
         kept: fingerprints of live tensors that nothing casts, by each of their names in the model.
         num_cast: how many names there are of others.
+        updates: what adapters add to live tensors, by their first names, where they are merged.
     """
 
+    folder: str
     content: Content
     files: tuple[OutputFile, ...]
     companions: Companions
@@ -73,6 +79,7 @@ class LivePlan:
     checked: frozenset[str]
     kept: Mapping[str, Fingerprint]
     num_cast: int
+    updates: Mapping[str, Sequence[Update]] = field(default_factory=dict)
 
 
 def describe_model(model: torch.nn.Module, folder: Path, tokenizer: Any) -> Description:
@@ -87,63 +94,152 @@ def describe_model(model: torch.nn.Module, folder: Path, tokenizer: Any) -> Desc
     return Description(facts.to_dict(), companions, problems)
 
 
-def make_plan(
+def make_plans(
     model: torch.nn.Module,
     described: Description,
     fingerprints: Mapping[str, Fingerprint],
     *,
     dtype: str,
     max_shard_size: int | str,
-) -> LivePlan:
-    """Return the plan. Not collective.
+    adapter: str | None,
+    merge_adapter: bool,
+) -> tuple[LivePlan, ...]:
+    """Return the plan of each directory, at least one. Not collective.
 
     Args:
         model: prepared.
         described: by rank 0.
         fingerprints: of the live tensors, by each of their names.
-        dtype, max_shard_size: as for `export_model`.
+        dtype, max_shard_size, adapter, merge_adapter: as for `export_model`.
 
     Raises:
         UnsupportedError: something that is written is computed by transformers, or of a dtype without a file format.
         MismatchError: the model's tensors are not those that were described.
-        UsageError: the config's dtype is wanted and no config states one.
+        UsageError: the config's dtype is wanted and no config states one, or there is no such adapter.
     """
     facts = ArchitectureFacts.from_dict(described.facts)
     shards = tuple(iterate_local_shards(model))
     tensors, owners = _list_tensors(shards, facts)
     known = {name: fingerprints[owner] for name, owner in owners.items()}
+    live = _Live(facts, shards, tensors, owners, known)
     companions = described.companions
-    if facts.peft is not None:
-        adapter = _choose_adapter(facts)
-        content, outputs = _collect_adapter(adapter, tensors, known, facts), adapter.outputs
-        beside = {name: path for name, path in companions.files.items() if name != _GENERATION_NAME}
-        companions = Companions(None, beside)  # the config is the base model's
-    else:
-        content, outputs = collect_tensors(tensors, known, facts, Choices()), facts.outputs
+    if facts.peft is None:
+        if adapter is not None or merge_adapter:
+            what = "merge_adapter is given" if adapter is None else f"adapter is {adapter!r}"
+            raise UsageError(f"{what}, and {facts.class_name} has no adapters.", actual=adapter)
+        content = collect_tensors(tensors, known, facts, Choices())
         beside = {name: path for name, path in companions.files.items() if name not in content.texts}
         companions = Companions(companions.config or content.config, beside)
+        chosen, hints = choose_dtypes(content, dtype, companions)
+        findings = (*content.findings, *hints, *_judge(described, companions, content))
+        files = split_into_files(chosen, max_shard_size, stem=content.stem)
+        companions = settle_config(companions, content, chosen)
+        return (_finish(live, "", content, facts.outputs, files, companions, findings),)
+    if merge_adapter:
+        return (_plan_merged(live, described, dtype=dtype, max_shard_size=max_shard_size, adapter=adapter),)
+    plans: list[LivePlan] = []
+    beside = {name: path for name, path in companions.files.items() if name != _GENERATION_NAME}
+    for each in _choose_adapters(facts, adapter):
+        folder = "" if adapter is not None or each.name == DEFAULT else each.name
+        content = collect_adapter(_locate_adapter(each, tensors, known, facts))
+        chosen, _ = choose_dtypes(content, dtype, Companions())
+        files = split_into_files(chosen, ONE_FILE, stem=content.stem)
+        own = Companions(None, {} if plans else beside)  # the config is the base model's
+        findings = (*content.findings, *(() if plans else _judge(described, own, content)))
+        plans.append(_finish(live, folder, content, each.outputs, files, own, findings))
+    return tuple(plans)
+
+
+@dataclass(frozen=True)
+class _Live:
+    """The live tensors: this rank's shards, all as if each lay in one place, their first names, their fingerprints."""
+
+    facts: ArchitectureFacts
+    shards: tuple[LocalShard, ...]
+    tensors: Mapping[str, DiskTensor]
+    owners: Mapping[str, str]
+    known: Mapping[str, Fingerprint]
+
+
+def _plan_merged(
+    live: _Live, described: Description, *, dtype: str, max_shard_size: int | str, adapter: str | None
+) -> LivePlan:
+    from .export.merging import collect_merged
+
+    facts, peft = live.facts, live.facts.peft
+    assert peft is not None  # noqa: S101 - for the type checker
+    if peft.base is None:
+        raise UnsupportedError(
+            f"What the merged {facts.class_name} would be written as cannot be worked out: {peft.problem}. Export the "
+            "adapter, and merge it with PEFT's merge_and_unload.",
+            actual=peft.problem,
+        )
+    if adapter is None and not peft.active:
+        names = ", ".join(each.name for each in peft.adapters)
+        raise UsageError(f"No adapter is active; say with adapter= which one to merge: {names}.", actual=names)
+    chosen_names = (adapter,) if adapter is not None else peft.active
+    chosen_facts = [_choose_adapters(facts, name)[0] for name in chosen_names]
+    adapters = tuple(_locate_adapter(each, live.tensors, {}, facts) for each in chosen_facts)
+    found = AdapterSet(adapters, peft.active, peft, has_base=True, has_ties=bool(facts.ties))
+    memory = ModelTensors(Path("memory"), live.tensors, None, None)
+    merged = collect_merged(memory, found, adapters, None, None, Choices())
+    owners = {name: tensor.extents[0].bytes.path for name, tensor in merged.tensors.items()}
+    first = {owner: live.known[name] for name, owner in live.owners.items()}
+    plain = {output.name: output.source for output in merged.facts.outputs if output.source is not None}
+    kept = {name: first[owners[source]] for name, source in plain.items() if source not in merged.updates}
+    content = replace(merged.content, fingerprints=kept, sources={}, converted=frozenset())
+    beside = {name: path for name, path in described.companions.files.items() if name not in content.texts}
+    companions = Companions(content.config or described.companions.config, beside)
     chosen, hints = choose_dtypes(content, dtype, companions)
-    converted = {output.name for output in outputs if output.source is None}
-    summed = {each.name for each in chosen if each.name in converted or each.dtype != each.source.dtype}
     files = split_into_files(chosen, max_shard_size, stem=content.stem)
+    findings = (*content.findings, *hints, *_judge(described, companions, content))
+    base = replace(
+        live, tensors=merged.tensors, owners=owners, known={name: first[owner] for name, owner in owners.items()}
+    )
+    updates = {owners[name]: each for name, each in merged.updates.items()}
+    companions = settle_config(companions, content, chosen)
+    return _finish(base, "", content, merged.facts.outputs, files, companions, findings, updates)
+
+
+def _finish(
+    live: _Live,
+    folder: str,
+    content: Content,
+    outputs: Sequence[OutputFacts],
+    files: tuple[OutputFile, ...],
+    companions: Companions,
+    findings: tuple[Finding, ...],
+    updates: Mapping[str, Sequence[Update]] | None = None,
+) -> LivePlan:
+    updates = updates or {}
+    converted = {
+        output.name
+        for output in outputs
+        if output.source is None or any(live.owners[name] in updates for name in output.needed)
+    }
+    written = [tensor for file in files for tensor in file.tensors]
+    summed = {each.name for each in written if each.name in converted or each.dtype != each.source.dtype}
+    owners = live.owners
     feeds = list_feeds(files, outputs, owners)
     kept = {
-        name: known[name]
+        name: live.known[name]
         for name, owner in owners.items()
-        if all(feed.job.tensor.dtype == feed.job.source.dtype for feed in feeds.get(owner, ()))
+        if owner not in updates and all(feed.job.tensor.dtype == feed.job.source.dtype for feed in feeds.get(owner, ()))
     }
     return LivePlan(
+        folder=folder,
         content=content,
         files=files,
-        companions=settle_config(companions, content, chosen),
-        findings=(*content.findings, *hints, *_judge(described, companions, content)),
-        class_name=facts.class_name,
-        shards=shards,
+        companions=companions,
+        findings=findings,
+        class_name=live.facts.class_name,
+        shards=live.shards,
         feeds=feeds,
         summed=frozenset(summed),
         checked=frozenset(owners[name] for output in outputs if output.name in summed for name in output.needed),
         kept=kept,
         num_cast=len(owners) - len(kept),
+        updates=updates,
     )
 
 
@@ -168,40 +264,38 @@ def _list_tensors(
     return tensors, owners
 
 
-def _choose_adapter(facts: ArchitectureFacts) -> AdapterFacts:
+def _choose_adapters(facts: ArchitectureFacts, name: str | None) -> Sequence[AdapterFacts]:
+    """Return all adapters, or the one called `name`."""
     peft = facts.peft
     assert peft is not None  # noqa: S101 - for the type checker
-    known = {each.name: each for each in peft.adapters}
-    active = [name for name in peft.active if name in known]
-    if len(active) == 1:
-        return known[active[0]]
-    what = f"has {len(active)} active adapters ({', '.join(active)})" if active else "has no adapter that is known"
-    reason = f": {peft.problem}" if peft.problem else ""
-    raise UnsupportedError(
-        f"{facts.class_name} {what}{reason}. What is exported from memory is the one active adapter; for others, "
-        "save a checkpoint with save_state and export that (accel-fsdp export CKPT OUT).",
-        actual=tuple(active),
-    )
+    found = [each for each in peft.adapters if name in (None, each.name)]
+    if peft.problem is not None and (not found or (name is None and peft.lacks_adapters)):
+        raise UnsupportedError(
+            f"What PEFT would write for this {facts.class_name} cannot be worked out: {peft.problem}. Use the model's "
+            "own save_pretrained.",
+            actual=peft.problem,
+        )
+    if not found:
+        names = ", ".join(each.name for each in peft.adapters)
+        raise UsageError(f"There is no adapter {name!r}; the model has {names}.", expected=name, actual=names)
+    for each in found:
+        check_name(each.name)
+    return found
 
 
-def _collect_adapter(
+def _locate_adapter(
     adapter: AdapterFacts,
     tensors: Mapping[str, DiskTensor],
     fingerprints: Mapping[str, Fingerprint],
     facts: ArchitectureFacts,
-) -> Content:
+) -> Adapter:
     missing = sorted({name for output in adapter.outputs for name in output.needed} - tensors.keys())
     if missing:
         raise MismatchError(f"The adapter {adapter.name!r} has tensors that the model lacks: {', '.join(missing[:8])}")
     plain = {output.name: output.source for output in adapter.outputs if output.source is not None}
-    return collect_adapter(
-        Adapter(
-            adapter.name,
-            adapter.config,
-            dict(locate_outputs(adapter.outputs, tensors, facts)),
-            {name: fingerprints[source] for name, source in plain.items()},
-        )
-    )
+    located = dict(locate_outputs(adapter.outputs, tensors, facts))
+    known = {name: fingerprints[source] for name, source in plain.items() if source in fingerprints}
+    return Adapter(adapter.name, adapter.config, located, known)
 
 
 def _judge(described: Description, companions: Companions, content: Content) -> list[Finding]:

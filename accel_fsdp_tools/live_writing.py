@@ -141,6 +141,7 @@ def write_shards(
     directory: Path,
     *,
     summed: frozenset[str],
+    merges: Mapping[str, Callable[[Part, memoryview], memoryview]] | None = None,
     num_threads: int | None = None,
 ) -> Written:
     """Write what this rank has to write of a live model into files that exist at their full size, durably.
@@ -151,7 +152,8 @@ def write_shards(
         shards: from `choose_mine`.
         feeds: from `list_feeds`.
         directory: where the files are.
-        summed: outputs (cast or converted ones) whose bytes are summed on their way, and whose sources are.
+        summed: outputs (cast, converted or merged ones) whose bytes are summed on their way, and whose sources are.
+        merges: of live tensors that adapters are merged into: from a part's bytes to those that are written.
         num_threads: default: one per processor, at most 16.
 
     Returns:
@@ -168,7 +170,7 @@ def write_shards(
     @contextmanager
     def enter_worker() -> Iterator[Callable[[_Block], None]]:
         with Writer(directory) as writer:
-            yield _Worker(writer, summed, written, lock)
+            yield _Worker(writer, summed, merges or {}, written, lock)
 
     run_units(_list_blocks(shards, feeds, summed, threads), enter_worker, threads)
     for name in sorted({feed.job.file for shard in shards for feed in feeds.get(shard.fqn, ())}):
@@ -222,9 +224,17 @@ def _list_blocks(
 class _Worker:
     """One thread's buffers and open file."""
 
-    def __init__(self, writer: Writer, summed: frozenset[str], written: Written, lock: threading.Lock) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        summed: frozenset[str],
+        merges: Mapping[str, Callable[[Part, memoryview], memoryview]],
+        written: Written,
+        lock: threading.Lock,
+    ) -> None:
         self._writer = writer
         self._summed = summed
+        self._merges = merges
         self._written = written
         self._lock = lock
         self._scratch: torch.Tensor | None = None
@@ -239,6 +249,8 @@ class _Worker:
             with self._lock:
                 sums = self._written.sources
                 sums[shard.fqn] = sums.get(shard.fqn, Fingerprint()) + found
+        if shard.fqn in self._merges:
+            data = self._merges[shard.fqn](block.part, data)
         for feed in block.feeds:
             if feed.moves is None:
                 self._write(feed.job, shard.dtype, block.part, data)

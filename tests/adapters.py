@@ -64,7 +64,7 @@ def train_and_save(
     import torch
     from accelerate.utils.fsdp_utils import save_fsdp_model
 
-    from accel_fsdp_tools import load_state, save_state, track
+    from accel_fsdp_tools import export_model, load_state, save_state, track
     from tests.exporting import make_tokenizer
     from tests.training import Setup, build_accelerator
 
@@ -88,6 +88,10 @@ def train_and_save(
     with torch.no_grad():
         logits = model(input_ids=tokens).logits
     model.train()
+    export_model(accelerator, model, place / "live", num_threads=2)
+    export_model(accelerator, model, place / "live merged", merge_adapter=True, tokenizer=make_tokenizer())
+    if "style" in configs:
+        export_model(accelerator, model, place / "live style", adapter="style", dtype="bf16")
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         _write_references(place, configs, state)

@@ -192,6 +192,27 @@ def test_merged_is_merge_and_unload(saved: Saved, tmp_path: Path, name: str, kin
         np.testing.assert_allclose(logits, outcomes[0][0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", SAVED)
+def test_from_a_live_model(saved: Saved, tmp_path: Path, name: str) -> None:
+    """All adapters, one of them, and merged, from the shards in memory; the load that follows finds them unchanged."""
+    place, _ = saved(name)
+    configs = SAVED[name]["configs"]
+    for adapter in configs:
+        folder = "." if adapter == "default" else adapter
+        _check_adapter(place / "live" / folder, place / "reference" / folder)
+    assert {path.name for path in (place / "live").iterdir()} == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        *(each for each in configs if each != "default"),
+    }
+    _check_merged(place / "live merged", place / "merged")
+    if "style" in configs:
+        ours = load_file(place / "live style" / "adapter_model.safetensors")
+        theirs = load_file(place / "reference" / "style" / "adapter_model.safetensors")
+        assert {key: value.to(torch.bfloat16) for key, value in theirs.items()}.keys() == ours.keys()
+        assert all(torch.equal(ours[key], value.to(torch.bfloat16)) for key, value in theirs.items())
+
+
 def test_one_of_two_adapters(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place, _ = saved("fsdp1-checkpointing")
     step = str(place / "step")

@@ -397,7 +397,7 @@ def test_a_failure_is_the_same_everywhere_and_leaves_everything_as_it_was(tmp_pa
         "shared": (errors.StorageError, "rank 1 does not see model.safetensors", 1),
         "create": (errors.RankFailedError, "making the files: rank 0 failed", 0),
         "read": (errors.RankFailedError, "reading the export again: rank 1 failed", 1),
-        "config": (errors.RankFailedError, "writing the config: rank 0 failed", 0),
+        "config": (errors.RankFailedError, "writing the index: rank 0 failed", 0),
         "flip": (errors.DamagedCheckpointError, "is not what was in memory", None),
         "place": (errors.DamagedCheckpointError, "is not what was in memory", None),
         "changed": (errors.CallOrderError, "changed while it was exported", None),

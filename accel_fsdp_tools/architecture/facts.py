@@ -62,6 +62,11 @@ class PeftFacts:
     base_names: Mapping[str, str] = field(default_factory=dict)
     problem: str | None = None
 
+    @property
+    def lacks_adapters(self) -> bool:
+        """Whether `problem` is that of an adapter, which is then not among `adapters`."""
+        return any(each.startswith("adapter ") for each in (self.problem or "").split("; "))
+
 
 @dataclass(frozen=True)
 class StorageFacts:

@@ -114,7 +114,7 @@ def _find_recorded(selection: Selection, name: str | None) -> AdapterSet | None:
     assert facts is not None and facts.peft is not None  # noqa: S101, PT018 - for the type checker
     peft = facts.peft
     known = {each.name for each in peft.adapters}
-    if peft.problem is not None and (not known or (name is not None and name not in known)):
+    if peft.problem is not None and (not known or (peft.lacks_adapters if name is None else name not in known)):
         raise UnsupportedError(
             f"What PEFT would write for this model could not be worked out when it was saved: {peft.problem}. Load the "
             "checkpoint into the model and use its save_pretrained.",
@@ -260,12 +260,20 @@ def _saves_embedding(module: str, config: Mapping[str, Any]) -> bool:
     return any(each in (targets or ()) for each in _EMBEDDINGS)
 
 
-def _check_adapter(adapter: Adapter, selection: Selection) -> None:
-    if adapter.name != Path(adapter.name).name or adapter.name in (".", ".."):
+def check_name(name: str) -> None:
+    """Make sure that an adapter's name is that of a directory.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if name != Path(name).name or name in (".", ".."):
         raise UsageError(
-            f"The adapter {adapter.name!r} cannot be written into a directory of that name. Choose it with --adapter.",
-            actual=adapter.name,
+            f"The adapter {name!r} cannot be written into a directory of that name. Give it another one.", actual=name
         )
+
+
+def _check_adapter(adapter: Adapter, selection: Selection) -> None:
+    check_name(adapter.name)
     if not adapter.tensors:
         raise CheckpointIncompleteError(
             f"{selection.path}: the adapter {adapter.name!r} has no tensors. What was trained is not in this "

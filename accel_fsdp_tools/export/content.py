@@ -23,6 +23,7 @@ from ..opening import open_checkpoint
 from .computed import Source
 from .foreign import describe_from_config
 from .recipes import AppliedRecipes, TieGroup, apply_recipes
+from .reverting import Reverter
 from .select import CONFIG_NAME, Selection
 
 _SHOWN = 8
@@ -59,6 +60,7 @@ class Content:
     findings: tuple[Finding, ...] = ()
     is_untied: bool = False
     first_parameter: str | None = None
+    reverter: Reverter | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,21 @@ def get_recorded(selection: Selection) -> ArchitectureFacts | None:
     return ArchitectureFacts.from_dict(selection.facts.architecture, path=str(selection.directory))
 
 
-def collect_model(selection: Selection, facts: ArchitectureFacts | None, choices: Choices) -> Content:
+def make_reverter(
+    selection: Selection, model: Path | None, facts: ArchitectureFacts | None, choices: Choices
+) -> Reverter | None:
+    """Return what computes the outputs that only transformers can compute, if there are any, and a config to do it."""
+    if facts is None or all(output.operation is None for output in facts.outputs):
+        return None
+    for directory in (selection.assets, model):  # the run's own config comes first
+        if directory is not None and (directory / CONFIG_NAME).is_file():
+            return Reverter(directory, trust_remote_code=choices.trust_remote_code)
+    return None
+
+
+def collect_model(
+    selection: Selection, facts: ArchitectureFacts | None, choices: Choices, reverter: Reverter | None = None
+) -> Content:
     """Return the content of a model's export.
 
     Raises:
@@ -104,7 +120,7 @@ def collect_model(selection: Selection, facts: ArchitectureFacts | None, choices
     """
     if facts is None:
         return _collect_as_it_is(selection)
-    return collect_tensors(selection.tensors, get_fingerprints(selection.facts), facts, choices)
+    return collect_tensors(selection.tensors, get_fingerprints(selection.facts), facts, choices, reverter)
 
 
 def collect_tensors(
@@ -112,6 +128,7 @@ def collect_tensors(
     fingerprints: Mapping[str, Fingerprint],
     facts: ArchitectureFacts,
     choices: Choices,
+    reverter: Reverter | None = None,
 ) -> Content:
     """Return the content of the export of a model that consists of `tensors`.
 
@@ -119,10 +136,11 @@ def collect_tensors(
         tensors: by their names in the model.
         fingerprints: what is known of the live tensors, by the same names.
         facts: about the model's architecture.
+        reverter: for what only transformers can compute; without it that is refused.
 
     Raises as `collect_model` does.
     """
-    applied = apply_recipes(tensors, facts)
+    applied = apply_recipes(tensors, facts, reverter)
     findings = [*_judge_missing(applied, facts, choices), *_judge_unexpected(applied, facts, choices)]
     outputs = list(applied.outputs)
     if choices.allow_unexpected:
@@ -146,6 +164,7 @@ def collect_tensors(
         findings=tuple(findings),
         is_untied=is_untied,
         first_parameter=_find_first(facts, outputs),
+        reverter=reverter,
     )
 
 
@@ -177,7 +196,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 """What a cast applies to: eight-bit floats are quantised values that mean nothing without their scales."""
 
 
-def _find_first(facts: ArchitectureFacts, outputs: list[tuple[str, DiskTensor]]) -> str | None:
+def _find_first(facts: ArchitectureFacts, outputs: list[tuple[str, Source]]) -> str | None:
     """Return the output by whose dtype transformers names a model's: that of its first floating parameter."""
     by_source = {output.needed[0]: output.name for output in reversed(facts.outputs) if output.needed}
     dtypes = {name: tensor.dtype for name, tensor in outputs}
@@ -236,12 +255,12 @@ def _judge_unexpected(applied: AppliedRecipes, facts: ArchitectureFacts, choices
 
 
 def _settle_ties(
-    outputs: list[tuple[str, DiskTensor]],
+    outputs: list[tuple[str, Source]],
     ties: tuple[TieGroup, ...],
     tensors: Mapping[str, DiskTensor],
     fingerprints: Mapping[str, Fingerprint],
     choices: Choices,
-) -> tuple[list[tuple[str, DiskTensor]], bool, list[Finding]]:
+) -> tuple[list[tuple[str, Source]], bool, list[Finding]]:
     """Drop the further names of tied tensors once they are proven equal; keep them where they differ and may.
 
     Those that were equal in memory are: the one that is written will be proven to be what was there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ class MergedTensor:
 
     def enter(self, files: FileCache) -> Compute:
         """Read the adapters' matrices, and return the function that computes rows."""
-        deltas = [_Delta(update, self.base, files) for update in self.updates]
+        deltas = [Delta(update, self.dtype, lambda tensor: _read(tensor, files)) for update in self.updates]
         row = count_elements(self.shape[1:])
         # Filled again for every block: fresh memory is slow.
         size = min(self.block_numel, self.numel)
@@ -75,41 +75,50 @@ class MergedTensor:
             read_into(self.base, rows, target, files=files)
             for delta in deltas:
                 delta.compute(first, count, added[:length])
-                if self.dtype == "float32":
-                    values: Array = np.frombuffer(target, np.float32)
-                    values += added[:length]
-                else:  # PEFT keeps the weight in its dtype between two adapters
-                    values = widened[:length]
-                    cast_block(target, self.dtype, "float32", _get_bytes(values))
-                    values += added[:length]
-                    cast_block(_get_bytes(values), "float32", self.dtype, target)
+                add_to(target, self.dtype, added[:length], widened)
 
         return compute
 
 
-class _Delta:
-    """One update with its matrices in memory."""
+def add_to(target: memoryview, dtype: str, added: Array, widened: Array) -> None:
+    """Add to weights in place, in their dtype, in which PEFT keeps a weight between two adapters.
 
-    def __init__(self, update: Update, base: DiskTensor, files: FileCache) -> None:
+    `widened` is room for as many elements, not used for float32.
+    """
+    if dtype == "float32":
+        values: Array = np.frombuffer(target, np.float32)
+        values += added
+        return
+    values = widened[: added.size]
+    cast_block(target, dtype, "float32", _get_bytes(values))
+    values += added
+    cast_block(_get_bytes(values), "float32", dtype, target)
+
+
+class Delta:
+    """One update of a weight of `dtype`, with its matrices in memory: in float32, as `read` returns them."""
+
+    def __init__(self, update: Update, dtype: str, read: Callable[[DiskTensor], Array]) -> None:
         self._scaling = np.float32(update.scaling)
         self._is_transposed = update.is_transposed
-        dtypes = (update.b.dtype, *([base.dtype] if update.is_rounded else []))
-        self._dtypes = [dtype for dtype in dtypes if dtype != "float32"]
-        b = _read(update.b, files)
+        dtypes = (update.b.dtype, *([dtype] if update.is_rounded else []))
+        self._dtypes = [each for each in dtypes if each != "float32"]
+        b = read(update.b)
         self._b = b if update.a is None else b.reshape(update.b.shape[:2])
-        self._a = None if update.a is None else _read(update.a, files).reshape(update.a.shape[0], -1)
+        self._a = None if update.a is None else read(update.a).reshape(update.a.shape[0], -1)
 
-    def compute(self, first: int, count: int, out: Array) -> None:
-        """Fill `out` with what is added to the rows of the weight from `first` on."""
+    def compute(self, first: int, count: int, out: Array, columns: slice = slice(None)) -> None:
+        """Fill `out` with what is added to `count` rows of the weight from `first` on, to some columns of them."""
         rows = slice(first, first + count)
         if self._a is None:
             np.multiply(self._b[rows], self._scaling, out=out)
         elif self._is_transposed:
-            product: Array = np.empty((len(self._b), count), np.float32)
-            _multiply(self._b, self._a[:, rows], product)
+            b = self._b[columns]
+            product: Array = np.empty((len(b), count), np.float32)
+            _multiply(b, self._a[:, rows], product)
             np.multiply(product.T, self._scaling, out=out.reshape(count, -1))
         else:
-            _multiply(self._b[rows], self._a, out.reshape(count, -1))
+            _multiply(self._b[rows], self._a[:, columns], out.reshape(count, -1))
             out *= self._scaling
         for dtype in self._dtypes:
             rounded = memoryview(bytearray(out.size * DTYPE_SIZES[dtype]))
@@ -135,6 +144,11 @@ def _read(tensor: DiskTensor, files: FileCache) -> Array:
     """Return a tensor in float32, which holds the values of all dtypes that are merged."""
     buffer = memoryview(bytearray(tensor.size_bytes))
     read_into(tensor, get_whole(tensor.shape), buffer, files=files)
+    return widen(buffer, tensor)
+
+
+def widen(buffer: memoryview, tensor: DiskTensor) -> Array:
+    """Return a tensor's bytes as an array in float32."""
     values: Array = np.empty(tensor.shape, np.float32)
     cast_block(buffer, tensor.dtype, "float32", _get_bytes(values.reshape(-1)))
     return values

@@ -25,9 +25,7 @@ from .content import Choices, Content, collect_tensors, get_fingerprints
 from .foreign import describe_from_config
 from .lora import DTYPES, Update, build_updates, check_mergeable, join_updates, sort_out
 from .merged import MergedTensor, RearrangedTensor
-from .select import Selection, select_model
-
-"""Instead of a directory: the base model's weights are those in the checkpoint."""
+from .select import ModelTensors, select_model
 
 _SHOWN = 8
 
@@ -46,7 +44,7 @@ class _Base:
         is_own: the weights are those in the checkpoint that is exported.
     """
 
-    selection: Selection
+    selection: ModelTensors
     facts: ArchitectureFacts
     shapes: Mapping[str, Shape]
     places: Mapping[str, str]
@@ -55,15 +53,32 @@ class _Base:
     is_own: bool
 
 
+@dataclass(frozen=True)
+class Merged:
+    """A merged model.
+
+    Attributes:
+        content: of its directory.
+        facts: what is written of the base model, in terms of the names in `tensors`.
+        tensors: the base model's, by those names.
+        updates: what is added to which of them.
+    """
+
+    content: Content
+    facts: ArchitectureFacts
+    tensors: Mapping[str, DiskTensor]
+    updates: Mapping[str, tuple[Update, ...]]
+
+
 def collect_merged(
-    selection: Selection,
+    selection: ModelTensors,
     found: AdapterSet,
     adapters: Sequence[Adapter],
     base: Path | None,
     model: Path | None,
     choices: Choices,
-) -> Content:
-    """Return the content of a merged model's directory.
+) -> Merged:
+    """Return what a merged model's directory will hold.
 
     Args:
         selection: the checkpoint's model.
@@ -94,7 +109,9 @@ def collect_merged(
     recorded = _rename_fingerprints(selection, own)
     content = collect_tensors(own.selection.tensors, recorded, own.facts, choices)
     is_untied = facts is not described or _is_untied(found)
-    return _merge(content, own, _join_ties(updates, own), selection, adapters, is_untied=is_untied)
+    joined = _join_ties(updates, own)
+    content = _merge(content, own, joined, selection, adapters, is_untied=is_untied)
+    return Merged(content, own.facts, own.selection.tensors, joined)
 
 
 def _find_base_facts(found: AdapterSet, places: Sequence[Path | None], choices: Choices) -> ArchitectureFacts:
@@ -135,7 +152,7 @@ def _untie(facts: ArchitectureFacts, copied: Collection[str]) -> ArchitectureFac
 
 
 def _take_own(
-    selection: Selection, found: AdapterSet, facts: ArchitectureFacts, replaced: Mapping[str, DiskTensor]
+    selection: ModelTensors, found: AdapterSet, facts: ArchitectureFacts, replaced: Mapping[str, DiskTensor]
 ) -> _Base:
     """Take the base model's tensors out of a checkpoint of the whole PEFT model."""
     if not found.has_base:
@@ -249,7 +266,7 @@ def _join_ties(updates: Mapping[str, tuple[Update, ...]], base: _Base) -> dict[s
     return joined
 
 
-def _rename_fingerprints(selection: Selection, base: _Base) -> dict[str, Fingerprint]:
+def _rename_fingerprints(selection: ModelTensors, base: _Base) -> dict[str, Fingerprint]:
     recorded = get_fingerprints(selection.facts)
     return {name: recorded[source] for name, source in base.names.items() if source in recorded}
 
@@ -258,7 +275,7 @@ def _merge(
     content: Content,
     base: _Base,
     updates: Mapping[str, tuple[Update, ...]],
-    selection: Selection,
+    selection: ModelTensors,
     adapters: Sequence[Adapter],
     *,
     is_untied: bool,
@@ -317,7 +334,7 @@ def _list_sources(
     content: Content,
     changed: Mapping[str, Source],
     base: _Base,
-    selection: Selection,
+    selection: ModelTensors,
     adapters: Sequence[Adapter],
 ) -> dict[str, tuple[DiskTensor, Fingerprint]]:
     """Return what merged weights are made of, as far as fingerprints of it were recorded."""

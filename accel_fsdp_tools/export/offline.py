@@ -16,13 +16,13 @@ from ..findings import Finding, Severity
 from ..fingerprint import Fingerprint
 from ..meter import Progress
 from .companions import Companions, resolve_model, write_companions
-from .content import Choices
+from .content import Choices, Content
 from .copying import CopyResult, copy_tensors
 from .outputs import MAX_SHARD_SIZE, parse_size
 from .plans import Part, Plan, Request, make_plan
 from .proof import OutputProof, ProofResult, list_expected, prove_tensors
 from .report import ExportReport
-from .settling import DTYPES, PROOFS, build_report, find_overflows, write_rest
+from .settling import DTYPES, PROOFS, build_report, find_overflows, join_proofs, write_rest
 from .source_checks import find_stored_crc
 from .target import REPORT_NAME, check_space, check_target, replacing
 from .workers import count_threads
@@ -125,7 +125,7 @@ def export_checkpoint(
         for part in plan.parts:
             proofs[part.folder], more = _write_part(part, staging, verify, seconds, num_threads, progress)
             overflows.update(more)
-        proof = _join_proofs(proofs)
+        proof = join_proofs(proofs)
         write_companions(staging, plan.companions)
         if verify == "load":
             with _timed(seconds, "load"):
@@ -193,7 +193,7 @@ def _write_part(
         directory.mkdir()
         fsync_directory(directory.parent)
     vouched = _find_vouched(part) if verify != "off" else _Vouched({}, {})
-    with _timed(seconds, "copy"):
+    with _timed(seconds, "copy"), _close_reverter(part.content):
         copied, proven = _copy(part, directory, vouched, verify, num_threads, progress)
     proof = _describe_source(part, copied, vouched)
     proof["output"] = "not read again (verify=off)" if proven is None else _describe_output(proven, vouched)
@@ -223,6 +223,15 @@ def _find_vouched(part: Part) -> _Vouched:
         if crc is not None:
             crcs[output.name] = crc
     return _Vouched(fingerprints, crcs)
+
+
+@contextmanager
+def _close_reverter(content: Content) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if content.reverter is not None:
+            content.reverter.close()
 
 
 def _copy(
@@ -286,14 +295,6 @@ def _describe_source(part: Part, copied: CopyResult, vouched: _Vouched) -> dict[
             f"{len(known)} of {total} tensors compared with those of the live model, taken at the save{converted}"
         )
     return proof
-
-
-def _join_proofs(proofs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the links of the proof; of several directories each behind its name."""
-    if len(proofs) == 1:
-        return dict(next(iter(proofs.values())))
-    keys = dict.fromkeys(key for proof in proofs.values() for key in proof)
-    return {key: "; ".join(f"{folder or '.'}: {proof[key]}" for folder, proof in proofs.items()) for key in keys}
 
 
 def _check_load(plan: Plan, staging: Path, request: Request) -> tuple[str, bool]:

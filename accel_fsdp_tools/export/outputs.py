@@ -22,6 +22,9 @@ from .computed import Source
 MAX_SHARD_SIZE = "50GB"
 """As in transformers."""
 
+ONE_FILE = 1 << 62
+"""A size for what has to be in one file: adapters, which PEFT reads from one."""
+
 # In the order in which the library lays tensors out: large elements first, so that all are aligned.
 _CODES = {
     "uint64": "U64",

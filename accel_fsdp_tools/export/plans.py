@@ -15,16 +15,22 @@ from ..errors import CheckpointNotFoundError, UnsupportedError, UsageError
 from ..findings import Finding, Severity
 from .adapters import DEFAULT, AdapterSet, collect_adapter, find_adapters
 from .companions import Companions, find_companions, resolve_model
-from .content import Choices, Content, collect_model, collect_optimizer, find_facts, take_from_base
+from .content import (
+    Choices,
+    Content,
+    collect_model,
+    collect_optimizer,
+    find_facts,
+    make_reverter,
+    take_from_base,
+)
 from .foreign import describe_from_config
-from .outputs import OutputFile, OutputTensor, split_into_files
+from .outputs import ONE_FILE, OutputFile, OutputTensor, split_into_files
 from .select import Selection, select_model, select_optimizer
 from .settling import choose_dtypes, settle_config
 
 CHECKPOINT = "checkpoint"
 """The base model's weights are those in the checkpoint."""
-
-_ONE_FILE = 1 << 62  # PEFT reads adapters from one file
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,8 @@ def make_plan(request: Request) -> Plan:
         else find_facts(selection, model, request.choices)
     )
     describe_s = time.monotonic() - started
-    content = collect_model(selection, facts, request.choices)
+    reverter = make_reverter(selection, model, facts, request.choices)
+    content = collect_model(selection, facts, request.choices, reverter)
     if request.base is not None and request.only is not None:
         content = take_from_base(content, resolve_model(request.base, weights=True), request.only)
     plan = _finish(request, selection, {"": content}, _find_companions(selection, content, model))
@@ -157,7 +164,7 @@ def _plan_adapters(request: Request, selection: Selection, found: AdapterSet, mo
     from .merging import collect_merged
 
     base = None if request.merge_adapter == CHECKPOINT else _resolve_base(request.merge_adapter)
-    content = collect_merged(selection, found, chosen, base, model, request.choices)
+    content = collect_merged(selection, found, chosen, base, model, request.choices).content
     plan = _finish(request, selection, {"": content}, _find_companions(selection, content, model, base))
     return dataclasses.replace(plan, adapters=dataclasses.replace(found, adapters=chosen), base=base, is_merged=True)
 
@@ -180,7 +187,7 @@ def _finish(request: Request, selection: Selection, contents: dict[str, Content]
         is_model = content.stem == "model"
         if is_model:
             companions = settle_config(companions, content, outputs)
-        size = request.max_shard_size if content.stem != "adapter_model" else _ONE_FILE
+        size = request.max_shard_size if content.stem != "adapter_model" else ONE_FILE
         parts.append(Part(folder, content, split_into_files(outputs, size, stem=content.stem)))
         # Adapters are in float32 whatever the model is in: nothing to hint at.
         findings += [*content.findings, *(more if is_model else ())]

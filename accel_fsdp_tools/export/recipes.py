@@ -2,7 +2,7 @@
 
 A converted tensor (an expert cut out of a fused parameter, a permuted projection, several joined into one) is a
 tensor whose extents point right into the checkpoint's files, as strided boxes. So it is copied, read and checked like
-any other, with no memory of its own.
+any other, with no memory of its own. What moves cannot say is left to transformers (`reverting`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from ..extents import (
     iterate_indices,
     split_into_boxes,
 )
+from .computed import Source
+from .reverting import RevertedTensor, Reverter
 
 _MAX_LISTED = 10
 
@@ -59,7 +61,7 @@ class AppliedRecipes:
         storages: outputs that share memory in transformers: which memory, and how many elements it has.
     """
 
-    outputs: tuple[tuple[str, DiskTensor], ...]
+    outputs: tuple[tuple[str, Source], ...]
     ties: tuple[TieGroup, ...] = ()
     ignored: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -69,18 +71,22 @@ class AppliedRecipes:
     storages: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
-def apply_recipes(tensors: Mapping[str, DiskTensor], facts: ArchitectureFacts) -> AppliedRecipes:
+def apply_recipes(
+    tensors: Mapping[str, DiskTensor], facts: ArchitectureFacts, reverter: Reverter | None = None
+) -> AppliedRecipes:
     """Return what `save_pretrained` would write of a checkpoint, as tensors that lie in its files.
 
     Args:
         tensors: of one model, by name as in the live model.
         facts: about its architecture.
+        reverter: computes what moves cannot say.
 
     Memory: a few objects per tensor and chunk, whatever the sizes.
 
     Raises:
         MismatchError: tensors have another shape than the architecture's, or parts of one output other dtypes.
-        UnsupportedError: the architecture could not be described, or has a conversion that computes with values.
+        UnsupportedError: the architecture could not be described, or has a conversion that computes with values
+            and there is no reverter.
     """
     if facts.problem is not None:
         raise UnsupportedError(
@@ -105,7 +111,7 @@ def apply_recipes(tensors: Mapping[str, DiskTensor], facts: ArchitectureFacts) -
         if any(name not in known for name in output.needed):
             lost.append(output.name)
             continue
-        outputs.append((output.name, _locate(output, known, facts)))
+        outputs.append((output.name, _make_source(output, known, facts, reverter)))
         if output.source is None:
             converted[output.name] = output.needed
     return AppliedRecipes(
@@ -123,6 +129,15 @@ def apply_recipes(tensors: Mapping[str, DiskTensor], facts: ArchitectureFacts) -
             for output in facts.outputs[start : start + count]
         },
     )
+
+
+def _make_source(
+    output: OutputFacts, tensors: Mapping[str, DiskTensor], facts: ArchitectureFacts, reverter: Reverter | None
+) -> Source:
+    if output.operation is None or reverter is None or not output.sources:
+        return _locate(output, tensors, facts)
+    sources = {name: tensors[name] for name in output.sources}
+    return RevertedTensor(output.name, _find_dtype(output, sources), output.shape, sources, reverter)
 
 
 def locate_outputs(
@@ -160,12 +175,22 @@ def _locate(output: OutputFacts, tensors: Mapping[str, DiskTensor], facts: Archi
     if output.operation is not None:
         raise UnsupportedError(
             f"{output.name} of {facts.class_name} is computed by transformers ({output.operation}) from "
-            f"{', '.join(output.sources) or 'constants'}, which copying bytes cannot do. Load the checkpoint into the "
-            "model and use its save_pretrained.",
+            f"{', '.join(output.sources) or 'constants'}, which copying bytes cannot do. Give --model a directory with "
+            "the model's config.json, or load the checkpoint into the model and use its save_pretrained.",
             fqn=output.name,
             actual=output.operation,
         )
     sources = {name: tensors[name] for name in output.needed}
+    dtype = _find_dtype(output, sources)
+    extents = tuple(
+        extent
+        for move in output.moves
+        for extent in _locate_move(move, sources[move.source], output.shape, DTYPE_SIZES[dtype])
+    )
+    return DiskTensor(output.name, dtype, output.shape, extents)
+
+
+def _find_dtype(output: OutputFacts, sources: Mapping[str, DiskTensor]) -> str:
     dtypes = {tensor.dtype for tensor in sources.values()}
     if len(dtypes) > 1:
         raise MismatchError(
@@ -176,12 +201,7 @@ def _locate(output: OutputFacts, tensors: Mapping[str, DiskTensor], facts: Archi
             actual=sorted(dtypes),
         )
     (dtype,) = dtypes
-    extents = tuple(
-        extent
-        for move in output.moves
-        for extent in _locate_move(move, sources[move.source], output.shape, DTYPE_SIZES[dtype])
-    )
-    return DiskTensor(output.name, dtype, output.shape, extents)
+    return dtype
 
 
 def _locate_move(move: Move, source: DiskTensor, shape: Shape, size: int) -> Iterator[Extent]:

@@ -22,26 +22,36 @@ CONFIG_NAME = "config.json"
 
 
 @dataclass(frozen=True)
-class Selection:
-    """One state dict of a checkpoint.
+class ModelTensors:
+    """The tensors of one model, in a checkpoint or in memory.
 
     Attributes:
         path: the path that was given.
-        directory: the checkpoint's own directory (its parent's for a path to an inner directory or file).
-        section: where the tensors were found.
         tensors: by their names in the model, wrapper prefixes removed.
-        manifest, facts: ours, where the checkpoint is; `facts` only for a model as it was prepared.
+        facts: recorded by this package, where the checkpoint is ours; only for a model as it was prepared.
         assets: a directory with `config.json` and the like that belongs to the checkpoint, if there is one.
     """
 
     path: Path
+    tensors: Mapping[str, DiskTensor]
+    facts: ModelFacts | None
+    assets: Path | None
+
+
+@dataclass(frozen=True)
+class Selection(ModelTensors):
+    """One state dict of a checkpoint.
+
+    Attributes:
+        directory: the checkpoint's own directory (its parent's for a path to an inner directory or file).
+        section: where the tensors were found.
+        manifest: ours, where the checkpoint is.
+    """
+
     directory: Path
     checkpoint: Checkpoint
     section: Section
-    tensors: Mapping[str, DiskTensor]
     manifest: Manifest | None
-    facts: ModelFacts | None
-    assets: Path | None
 
 
 def select_model(
@@ -66,14 +76,14 @@ def select_model(
     manifest = _read_manifest(directory)
     if key is not None:
         section, tensors = _find_key(checkpoint, key)
-        return Selection(Path(path), directory, checkpoint, section, tensors, manifest, None, None)
+        return Selection(Path(path), tensors, None, None, directory, checkpoint, section, manifest)
     section = _find_section(checkpoint, MODEL, index)
     place = _get_index(checkpoint.path, section)
     facts = None
     if manifest is not None and place < len(manifest.models):
         facts = manifest.models[place]
     assets = _find_assets(directory, place)
-    return Selection(Path(path), directory, checkpoint, section, section.tensors, manifest, facts, assets)
+    return Selection(Path(path), section.tensors, facts, assets, directory, checkpoint, section, manifest)
 
 
 def select_optimizer(path: str | Path, *, index: int | None = None) -> Selection:
@@ -82,7 +92,7 @@ def select_optimizer(path: str | Path, *, index: int | None = None) -> Selection
     directory = _find_directory(checkpoint.path)
     section = _find_section(checkpoint, OPTIMIZER, index)
     manifest = _read_manifest(directory)
-    return Selection(Path(path), directory, checkpoint, section, section.tensors, manifest, None, None)
+    return Selection(Path(path), section.tensors, None, None, directory, checkpoint, section, manifest)
 
 
 def _find_directory(path: Path) -> Path:

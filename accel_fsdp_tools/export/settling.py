@@ -129,3 +129,11 @@ def build_report(
         peak_bytes=(40 << 20) + (planned_threads or 0) * (3 << 20),
         estimate_s=num_bytes / _BYTES_PER_S if planned_threads is not None else None,
     )
+
+
+def join_proofs(proofs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the links of the proof; of several directories each behind its name."""
+    if len(proofs) == 1:
+        return dict(next(iter(proofs.values())))
+    keys = dict.fromkeys(key for proof in proofs.values() for key in proof)
+    return {key: "; ".join(f"{folder or '.'}: {proof[key]}" for folder, proof in proofs.items()) for key in keys}

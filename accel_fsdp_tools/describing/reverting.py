@@ -1,0 +1,104 @@
+"""`python -m accel_fsdp_tools.describing.reverting CONFIG_DIR`: conversions that only transformers can compute.
+
+The child process of `export.reverting`. Over its standard input it gets the tensors of one group at a time, lets
+transformers convert them as `save_pretrained` would, and answers with the bytes it is asked for. Lines of JSON, each
+followed by as many raw bytes as it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .__main__ import build_from_config
+
+NUM_HELD = 2
+"""Groups that are kept at a time: two threads work on neighbours."""
+
+
+def serve(model: Any, requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer until there are no more requests. Memory: two groups of tensors, before and after the conversion.
+
+    - `{"convert": GROUP, "sources": [[name, dtype, shape], ...]}` and their bytes: the answer is
+      `{"outputs": {name: [dtype, shape]}}` or `{"error": TEXT}`
+    - `{"read": GROUP, "name": NAME, "start": BYTE, "length": BYTES}`: the bytes
+
+    Raises:
+        EOFError: a request ends too early.
+    """
+    import torch
+
+    from ..fingerprint import view_bytes
+
+    held: dict[str, dict[str, torch.Tensor]] = {}
+    while line := requests.readline():
+        request = json.loads(line)
+        if "read" in request:
+            tensor, start = held[request["read"]][request["name"]], request["start"]
+            answers.write(view_bytes(tensor)[start : start + request["length"]])
+        else:
+            sources = {
+                name: _receive(requests, getattr(torch, dtype), shape) for name, dtype, shape in request["sources"]
+            }
+            while len(held) >= NUM_HELD:
+                del held[next(iter(held))]
+            answer = _convert(model, sources, held, request["convert"])
+            answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+def _receive(requests: BinaryIO, dtype: Any, shape: list[int]) -> Any:
+    import torch
+
+    from ..fingerprint import view_bytes
+
+    tensor = torch.empty(shape, dtype=dtype)
+    target = view_bytes(tensor)
+    while target:
+        count = requests.readinto(target)  # type: ignore[attr-defined] # buffered readers have it
+        if not count:
+            raise EOFError("the tensor is not whole")
+        target = target[count:]
+    return tensor
+
+
+def _convert(model: Any, sources: dict[str, Any], held: dict[str, dict[str, Any]], group: str) -> dict[str, Any]:
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        with torch.no_grad():
+            written = revert_weight_conversion(model, sources)
+    except Exception as error:  # whatever the code of an architecture raises
+        return {"error": f"{type(error).__name__}: {error}"}
+    held[group] = {name: each.contiguous() for name, each in written.items()}
+    return {
+        "outputs": {
+            name: [str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in held[group].items()
+        }
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve standard input; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    options = parser.parse_args(arguments)
+
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anybody prints is no answer
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    model = build_from_config(options.directory, trust_remote_code=options.trust_remote_code)
+    serve(model, sys.stdin.buffer, answers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
