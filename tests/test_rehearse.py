@@ -18,7 +18,7 @@ import pytest
 from accel_fsdp_tools.cli.main import main
 from accel_fsdp_tools.cli.rehearsal_text import format_rehearsal
 from accel_fsdp_tools.errors import UsageError
-from accel_fsdp_tools.rehearsal import causes
+from accel_fsdp_tools.rehearsal import causes, run_causes
 from accel_fsdp_tools.rehearsal.comparing import ORDER, Thing, compare, find_shift
 from accel_fsdp_tools.rehearsal.elastic import compare_elastic
 from accel_fsdp_tools.rehearsal.launching import launch, set_num_processes
@@ -173,7 +173,7 @@ def test_causes(thing: Thing) -> None:
     straight, resumed = make_pair()
     _change(resumed.ranks[0].steps[4], thing)
     found = compare(straight, resumed)
-    codes = causes.explain_resume(found, straight, resumed).code, causes.explain_unrepeatable(found).code
+    codes = causes.explain_resume(found, straight, resumed).code, run_causes.explain_unrepeatable(found).code
     assert codes == CODES[thing]
 
 

@@ -11,15 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .causes import (
-    Cause,
-    explain_elastic,
-    explain_error,
-    explain_resume,
-    explain_save,
-    explain_unrepeatable,
-    list_inexact,
-)
+from .causes import Cause, explain_elastic, explain_resume, list_inexact
 from .comparing import Difference, compare
 from .elastic import compare_elastic
 from .launching import Launch, launch
@@ -27,6 +19,7 @@ from .orders import VARIABLE, Orders
 from .plan import Plan
 from .records import Attempt, read_attempt
 from .report import RehearsalReport, RunFacts, Verdict
+from .run_causes import explain_error, explain_save, explain_unrepeatable
 
 Tell = Callable[[str], None]
 
@@ -269,8 +262,8 @@ def _list_notes(straight: Attempt, resumed: Attempt) -> list[str]:
     following = straight.get_step(resumed.first_step + 1)
     if any(record["batches"] and record["batches"][0]["batch"] == 1 for record in following):
         notes.append(
-            f"the checkpoint of step {resumed.first_step} lies at the end of an epoch: rehearse with another --save-at, "
-            "too, so that the resume has to go on inside of one"
+            f"the checkpoint of step {resumed.first_step} lies at the end of an epoch: rehearse with another "
+            "--save-at, too, so that the resume has to go on inside of one"
         )
     if not any(record["losses"] or record["backward_losses"] for record in straight.get_step(straight.first_step + 1)):
         notes.append("no loss was seen: pass it to step(loss=...), or use accelerator.backward")
