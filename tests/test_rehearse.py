@@ -441,7 +441,7 @@ FOUND = {
     "second-optimizer": (Verdict.DIFFERENT, Thing.PARAMETERS, "optimizer-not-prepared"),
     "unprepared-scheduler": (Verdict.FAILED, None, "scheduler-not-prepared"),
     "unprepared-loader": (Verdict.DIFFERENT, Thing.INPUTS, "loader-not-prepared"),
-    "save-draws": (Verdict.DIFFERENT, Thing.GENERATORS_AFTER_FORWARD, "save-changes-run"),
+    "save-changes-model": (Verdict.DIFFERENT, Thing.LOSS, "save-changes-run"),
     "own-schedule": (Verdict.DIFFERENT, Thing.LEARNING_RATE, "scheduler-not-prepared"),
     "unseeded-data": (Verdict.UNREPEATABLE, Thing.BATCH, "unseeded-data"),
     "stateful-data": (Verdict.DIFFERENT, Thing.BATCH, "data-generator"),
