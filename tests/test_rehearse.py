@@ -370,7 +370,7 @@ def test_the_page_is_whole_and_needs_no_other() -> None:
     shown = format_rehearsal(report, None)
     assert "hidden" not in shown
     assert "likely cause: batch, parameters and random generators are the same" in shown
-    json.dumps(report.to_dict(), allow_nan=True)
+    json.dumps(report.to_dict(), allow_nan=False)
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------
