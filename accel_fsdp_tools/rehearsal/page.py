@@ -131,7 +131,13 @@ def _make_squares(report: RehearsalReport, steps: range) -> str:
     if compared is None:
         return ""
     is_elastic = report.plan.elastic is not None
-    elastic_things = (Thing.SAMPLES, Thing.LEARNING_RATE, Thing.LOSS)
+    elastic_things = (
+        Thing.PARAMETERS_BEFORE,
+        Thing.OPTIMIZER_BEFORE,
+        Thing.SAMPLES,
+        Thing.LEARNING_RATE,
+        Thing.LOSS,
+    )
     rows = [thing.value for thing in Thing if (thing in elastic_things if is_elastic else thing is not Thing.SAMPLES)]
     recorded = {step for rank in compared.ranks for step in rank.steps}
     states: dict[tuple[str, int], str] = {}
@@ -177,9 +183,11 @@ def _make_runs(report: RehearsalReport) -> str:
         "killed at": f"{report.plan.kill_at} ({_name_rank(report)})",
     }
     listed = ", ".join(f"{name} {value}" for name, value in facts.items())
+    commands = dict.fromkeys((report.plan.command, report.plan.resume_command))
+    shown = "".join(f"<pre>{escape(shlex.join(command))}</pre>" for command in commands)
     tail = f"<h2>End of the log</h2><pre>{escape(report.log_tail)}</pre>" if report.log_tail else ""
     return (
-        f"<section><h2>Runs</h2><pre>{escape(shlex.join(report.plan.command))}</pre><p>{escape(listed)}</p>"
+        f"<section><h2>Runs</h2>{shown}<p>{escape(listed)}</p>"
         "<table><tr><th>run</th><th>ranks</th><th>steps</th><th>seconds</th><th>exit code</th></tr>"
         f"{rows}</table>{tail}</section>"
     )

@@ -11,22 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .causes import (
-    Cause,
-    explain_elastic,
-    explain_error,
-    explain_resume,
-    explain_save,
-    explain_unrepeatable,
-    list_inexact,
-)
+from .causes import Cause, explain_elastic, explain_resume, list_inexact
 from .comparing import Difference, compare
 from .elastic import compare_elastic
 from .launching import Launch, launch
-from .orders import VARIABLE, Orders
+from .orders import VARIABLE, Orders, find_records
 from .plan import Plan
 from .records import Attempt, read_attempt
 from .report import RehearsalReport, RunFacts, Verdict
+from .run_causes import explain_error, explain_save, explain_unrepeatable
 
 Tell = Callable[[str], None]
 
@@ -82,7 +75,8 @@ class _Rehearsal:
 
     def _run_straight(self, name: str, *, save_at: int | None) -> Attempt:
         orders = self._order(name, save_at=save_at)
-        done = self._start(orders, self._plan.command, f"without a break, {self._plan.steps} steps")
+        saved = "" if save_at is None else f", saved at step {save_at}"
+        done = self._start(orders, self._plan.command, f"{self._plan.steps} steps without a break{saved}")
         attempt = self._read(orders, name, done)
         if not attempt.has_ended:
             raise _Stop(self._explain_failure(name, attempt, done))
@@ -100,8 +94,9 @@ class _Rehearsal:
         if resumed.ranks and plan.elastic is None:  # the launcher has restarted the script by itself
             self._note(RESUMED, resumed, done)
         else:
-            what = "the same again, which has to resume"
-            done = self._start(orders, plan.resume_command, what)
+            for path in find_records(Path(orders.folder), RESUMED).values():  # restarted, on as many ranks
+                path.unlink()
+            done = self._start(orders, plan.resume_command, "started again")
             resumed = self._read(orders, RESUMED, done)
         if not resumed.has_ended:
             raise _Stop(self._explain_failure(RESUMED, resumed, done))
@@ -116,7 +111,7 @@ class _Rehearsal:
         return Orders(str(folder), name, self._plan.steps, is_elastic=is_elastic, **orders)
 
     def _start(self, orders: Orders, command: Sequence[str], what: str) -> Launch:
-        self._tell(f"{orders.name}: {what} ...")
+        self._tell(f"{orders.attempt}: {what} ...")
         log = Path(orders.folder) / f"{orders.attempt}.log"
         return launch(command, {VARIABLE: orders.to_text()}, log, timeout_s=self._plan.timeout_s)
 
@@ -152,7 +147,7 @@ class _Rehearsal:
         )
 
     def _praise(self, straight: Attempt, resumed: Attempt) -> RehearsalReport:
-        notes = _list_notes(straight, resumed)
+        notes = [*_list_notes(straight, resumed), *list_inexact(resumed)]
         first, last = resumed.first_step + 1, self._plan.steps
         if self._plan.elastic is not None:
             headline = (
@@ -265,7 +260,7 @@ class _Rehearsal:
 
 
 def _list_notes(straight: Attempt, resumed: Attempt) -> list[str]:
-    notes = list(list_inexact(resumed))
+    notes = []
     following = straight.get_step(resumed.first_step + 1)
     if any(record["batches"] and record["batches"][0]["batch"] == 1 for record in following):
         notes.append(

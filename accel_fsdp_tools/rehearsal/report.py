@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -65,7 +66,11 @@ class RehearsalReport:
         return self.verdict.is_good
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, with what both runs did at every update."""
+        """Return what JSON can hold, with what the runs did at every update."""
+        facts: dict[str, Any] = _make_plain(self._list_facts())
+        return facts
+
+    def _list_facts(self) -> dict[str, Any]:
         return {
             "verdict": self.verdict.value,
             "ok": self.ok,
@@ -84,6 +89,15 @@ class RehearsalReport:
             "runs": [vars(each) for each in self.runs],
             "series": {name: list_points(attempt) for name, attempt in self.attempts.items()},
         }
+
+
+def _make_plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become strings."""
+    if isinstance(value, dict):
+        return {key: _make_plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_make_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def list_points(attempt: Attempt) -> list[dict[str, Any]]:

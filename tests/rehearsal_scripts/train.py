@@ -27,7 +27,7 @@ FAULTS = (
     "unprepared-optimizer",  # refused by the package
     "second-optimizer",  # one that the package never gets to see
     "unprepared-loader",  # the script iterates a loader that nobody follows
-    "save-draws",  # a hook that runs at every save draws a random number
+    "save-changes-model",  # a hook that runs at every save
     "unprepared-scheduler",  # made after the Checkpointer, which would have refused it
     "own-schedule",  # learning rates from a counter of the script's own
     "unseeded-data",  # the dataset draws from a generator with a seed of the moment
@@ -121,8 +121,8 @@ def main() -> None:
             scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, decay))
     if fault == "unprepared-loader":
         loader = DataLoader(Data(fault), batch_size=args.batch_size, drop_last=True)
-    if fault == "save-draws":
-        accelerator.register_save_state_pre_hook(lambda *_: torch.rand(1))
+    if fault == "save-changes-model":
+        accelerator.register_save_state_pre_hook(lambda *_: model.head.bias.data.add_(1e-3))
     model.train()
     if fault == "no-checkpointer":
         return
@@ -138,14 +138,15 @@ def main() -> None:
             raise ValueError("the file of the vocabulary is gone")
         num_updates = 0
         is_first = True
-        num_epochs = 0 if fault == "too-short" else args.epochs
-        for _ in range(position.epoch, max(num_epochs, position.epoch + (fault == "too-short"))):
+        for _ in range(position.epoch, args.epochs):
             batches: Any = loader
             if fault == "skipped-twice" and is_first:
                 batches = itertools.islice(loader, position.batch, None)
             if fault == "skip-first-batches" and is_first and position.batch:
                 batches = skip_first_batches(loader, position.batch)
             for batch in batches:
+                if fault == "too-short" and num_updates == 6:
+                    return
                 if fault == "reseeded" and is_first:
                     set_seed(1)
                 is_first = False
