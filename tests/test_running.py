@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from accel_fsdp_tools.errors import AccelFsdpError
+from accel_fsdp_tools.manifest import read_manifest
 from accel_fsdp_tools.running import HangLimits, Preempted, Unhealthy
 from accel_fsdp_tools.running.heartbeat import list_beats
 from accel_fsdp_tools.running.judging import Tolerance, judge_run
@@ -111,6 +112,7 @@ def test_a_signal_in_a_save_ends_the_run_with_that_save(tmp_path: Path) -> None:
     errors = _require(_run(tmp_path, "r1", setup, at_point=(1, "save.checksums")), Preempted)
     assert [each.step for each in errors] == [3, 3]
     assert read_root(tmp_path / "root") == ["step_00000003"]
+    assert read_manifest(tmp_path / "root" / "step_00000003").lineage.parent_id is None, "it was saved once"
 
 
 def _resume_and_signal(root: str, *, fresh: bool) -> str:

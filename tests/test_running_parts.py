@@ -385,6 +385,8 @@ def test_ends_are_told_apart(tmp_path: Path) -> None:
         (_make_beat(0, 1, **gone), 299, "starting"),
         (_make_beat(0, 1, **gone), 301, "gone"),
         (_make_beat(0, 1, process_started=1.0), 301, "gone"),
+        (_make_beat(0, 1, namespace="pid:[1]", **gone), 5, "good"),
+        (_make_beat(0, 1, namespace="pid:[1]", **gone), 121, "stale"),
         (_make_beat(0, 1, **gone, **other), 121, "stale"),
         (_make_beat(0, 1, state="failed"), 200, "starting"),
         (_make_beat(0, 1, state="failed"), 400, "ended"),
@@ -396,6 +398,8 @@ def test_ends_are_told_apart(tmp_path: Path) -> None:
         _write(tmp_path, beat, age_s=age_s)
         assert _judge(tmp_path) == {0: verdict}, beat
         assert judge_run(tmp_path, Tolerance()).ok == (verdict in ("good", "starting", "over"))
+        code = {"finished": 0, "preempted": 75, "unhealthy": 69}.get(beat.state, 1)
+        assert main(["health", str(tmp_path), "--exit-as-run"]) == code
 
 
 def test_missing_ranks_and_left_overs(tmp_path: Path) -> None:
@@ -408,6 +412,8 @@ def test_missing_ranks_and_left_overs(tmp_path: Path) -> None:
     assert health.num_left_over == 2
     assert "nothing was heard of rank(s) 2; rank 1 on elsewhere has made no progress" in health.summary
     assert _judge(tmp_path, this_host=True) == {0: "good"}
+    _write(tmp_path, _make_beat(0, 3, run_id="new", state="preempted"))
+    assert main(["health", str(tmp_path), "--exit-as-run"]) == 75
     before = clear_beats(tmp_path)
     assert len(before) == 4
     assert list_beats(tmp_path) == []

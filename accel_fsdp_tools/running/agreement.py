@@ -25,6 +25,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self._work: Any = None
+        self._group: Any = None  # that it was begun on
         self._values: Any = None  # [number, length of the step in ms]; must stay alive while the reduction runs
         self._last: float | None = None
         self._waits = False
@@ -60,15 +61,17 @@ class Agreement:
         import torch.distributed as dist
 
         with naming_missing("agreeing on whether to go on"):
-            group = get_control_group()
+            self._group = get_control_group()
             self._values = torch.tensor([number, int(length_s * 1000)], dtype=torch.int64)
-            self._work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            self._work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _read(self) -> int:
         work, self._work = self._work, None
         if work is None:
             return 0
         with naming_missing("agreeing on whether to go on"):
+            if get_control_group() is not self._group:  # broken meanwhile, which all ranks know: what was told is lost
+                return 0
             work.wait()
         number, length_ms = self._values.tolist()
         self._waits = length_ms >= LONG_STEP_S * 1000

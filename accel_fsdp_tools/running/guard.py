@@ -67,7 +67,7 @@ class RunGuard:
         )
         self._health: HealthCheck | None = None
         self._heartbeat: Heartbeat | None = None
-        self._peers: list[tuple[int, int, float]] = []  # rank, process and its start, of the other ranks of this host
+        self._peers: list[Beat] = []  # the other ranks of this host whose processes can be seen
         self._phases: list[tuple[str, float | None]] = []
         self._problem: str | None = None
         self._left: RunStopped | None = None
@@ -91,14 +91,13 @@ class RunGuard:
         before = run_on_main("clearing old heartbeats", lambda: clear_beats(self._root))
         if get_rank() == 0 and (text := _describe_end(before)):
             logger.warning("%s", text)
-        all_ranks = gather_all((beat.host, beat.process_id, beat.process_started), "getting to know the ranks")
-        on_host = [(rank, pid, started) for rank, (host, pid, started) in enumerate(all_ranks) if host == beat.host]
-        self._peers = [each for each in on_host if each[0] != beat.rank]
+        on_host = [each for each in gather_all(beat, "getting to know the ranks") if each.host == beat.host]
+        self._peers = [each for each in on_host if each.rank != beat.rank and each.namespace == beat.namespace]
         self._health = HealthCheck(
             self._watching.health,
             every=self._watching.health_every,
             timeout_s=self._watching.health_timeout_s,
-            is_first_of_node=on_host[0][0] == beat.rank,
+            is_first_of_node=on_host[0].rank == beat.rank,
         )
         self._heartbeat = Heartbeat(self._root, beat)
         atexit.register(self._tell_at_exit)
@@ -245,9 +244,9 @@ class RunGuard:
     # -- on the thread that hears of signals ----------------------------------------------------------------------
 
     def _find_lost(self) -> str | None:
-        for rank, process_id, started in self._peers:
-            if not is_running(process_id, started):
-                return f"rank {rank} (process {process_id}) has ended"
+        for each in self._peers:
+            if not is_running(each.process_id, each.process_started):
+                return f"rank {each.rank} (process {each.process_id}) has ended"
         return None
 
     def _clean_up(self, code: int, text: str) -> None:
