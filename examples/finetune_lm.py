@@ -17,14 +17,13 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import random
 import resource
-import signal
 import sysconfig
 from pathlib import Path
 from typing import Any
 
+import faults
 import numpy as np
 import torch
 import transformers
@@ -63,12 +62,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=4, help="optimizer steps from checkpoint to checkpoint")
     parser.add_argument("--keep-last", type=int, default=2, help="checkpoints to keep")
-    parser.add_argument(
-        "--kill-at-step", type=int, help="kill all ranks (SIGKILL) at this step of a run that started fresh"
-    )
+    faults.add_arguments(parser)
     args = parser.parse_args()
-    if args.kill_at_step is not None and args.kill_at_step <= args.save_every:
-        parser.error("--kill-at-step must be greater than --save-every: with no checkpoint the next run starts fresh")
+    faults.check_arguments(parser, args, args.save_every)
     args.lr = args.lr or (1e-4 if args.model == "smollm2" else 1e-2)
     return args
 
@@ -233,6 +229,8 @@ def main() -> None:
                     break
                 with accelerator.accumulate(model):
                     loss = model(**batch).loss
+                    if position.fresh:
+                        faults.fail_one(args, step=step + 1)
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -249,9 +247,8 @@ def main() -> None:
                     accelerator.print(f"epoch {epoch}  step {step:>3}/{total_steps}  loss {mean:.4f}  lr {lr:.2e}")
                     if accelerator.is_main_process:
                         append_line(log, epoch=epoch, step=step, loss=mean, lr=lr)
-                    if position.fresh and step == args.kill_at_step:
-                        accelerator.wait_for_everyone()
-                        os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no last save
+                    if position.fresh:
+                        faults.kill_all(args, step=step)
                 checkpointer.step(loss=loss)  # (4) counts optimizer steps, saves every --save-every of them
 
         save_evidence(accelerator, model, optimizer, args.output_dir / "digests.json")
