@@ -17,6 +17,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import random
 import resource
 import sysconfig
@@ -57,6 +58,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=64, help="tokens in a piece")
     parser.add_argument("--batch-size", type=int, default=2, help="pieces per rank and forward pass")
     parser.add_argument("--accumulate", type=int, default=2, help="forward passes per optimizer step")
+    parser.add_argument(
+        "--update-size",
+        type=int,
+        help="pieces per optimizer step on any number of ranks; sets --accumulate",
+    )
     parser.add_argument("--lr", type=float, help="highest learning rate (default: 1e-4, tiny: 1e-2)")
     parser.add_argument("--dropout", type=float, default=0.1, help="dropout of the attention weights")
     parser.add_argument("--seed", type=int, default=0)
@@ -65,6 +71,10 @@ def parse_args() -> argparse.Namespace:
     faults.add_arguments(parser)
     args = parser.parse_args()
     faults.check_arguments(parser, args, args.save_every)
+    if args.update_size:  # in place of ranks that are gone, those that are left accumulate more
+        args.accumulate, rest = divmod(args.update_size, args.batch_size * int(os.environ.get("WORLD_SIZE", 1)))
+        if rest or not args.accumulate:
+            parser.error("--update-size must be a multiple of --batch-size times the number of ranks")
     args.lr = args.lr or (1e-4 if args.model == "smollm2" else 1e-2)
     return args
 
@@ -213,6 +223,7 @@ def main() -> None:
         args.output_dir / "checkpoints",
         save_every=args.save_every,
         keep_last=args.keep_last,
+        elastic="exact" if args.update_size else "refuse",  # may the number of ranks change?
         tokenizer=tokenizer,  # so that an export of a checkpoint needs nothing else
     ) as checkpointer:
         position = checkpointer.resume()  # (2) the newest good checkpoint, or a fresh start
