@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .opening import open_checkpoint
     from .position import Position
     from .report import LoadReport
+    from .running import HangLimits, Preempted, Unhealthy
     from .save import save_state
     from .tracking import track
     from .trainer import FSDPCheckpointCallback
@@ -31,9 +32,12 @@ _HOMES = {
     "Checkpointer": "checkpointer",
     "ExportReport": "export",
     "FSDPCheckpointCallback": "trainer",
+    "HangLimits": "running",
     "LoadReport": "report",
     "PendingSave": "background",
     "Position": "position",
+    "Preempted": "running",
+    "Unhealthy": "running",
     "enable_cpu_fsdp": "cpu_fsdp",
     "errors": "errors",
     "export_checkpoint": "export",
@@ -51,9 +55,12 @@ __all__ = [
     "Checkpointer",
     "ExportReport",
     "FSDPCheckpointCallback",
+    "HangLimits",
     "LoadReport",
     "PendingSave",
     "Position",
+    "Preempted",
+    "Unhealthy",
     "__version__",
     "enable_cpu_fsdp",
     "errors",

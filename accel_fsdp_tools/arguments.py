@@ -40,6 +40,12 @@ def check_positive(name: str, value: Any, kinds: Any) -> None:
         raise UsageError(f"{name} is {value!r}; give a positive number, or None", actual=value)
 
 
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise `UsageError` unless `value` is one of those that are allowed."""
+    if value not in allowed:
+        raise UsageError(f"{name} is {value!r}; use one of {', '.join(allowed)}", actual=value)
+
+
 def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     """Turn metrics into what JSON can hold; a tensor is read only here, so that step() never waits for a GPU."""
     numbers: dict[str, float | str] = {}

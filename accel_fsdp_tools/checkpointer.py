@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import background, contract
-from .arguments import check_positive, choose_policy, to_numbers
+from .arguments import check_choice, check_positive, choose_policy, to_numbers
 from .assets import check_tokenizer
-from .background import PendingSave
-from .errors import UsageError
+from .errors import AccelFsdpError, UsageError
 from .export_live import export_model
 from .holding import HeldRoot
-from .keeping import settle_checkpoint
-from .load import READS_CHECKSUMS, VERIFY_MODES, load_checkpoint
-from .load_notes import LoadNotes
-from .manifest import Lineage, has_manifest, read_manifest
+from .load import VERIFY_MODES
 from .model_changes import ModelChanges, Rename
 from .permissions import Permissions
 from .position import Position, StepAndEpoch
 from .progress import check_data_resume
 from .progress import track as track_loaders
-from .ranks import broadcast, run_on_each, run_on_main, wait_for_ranks
-from .records import pin
-from .report import LoadReport
-from .resuming import ON_DAMAGE, Resumed, load_newest
+from .ranks import run_on_each, run_on_main, wait_for_ranks
+from .resuming import ON_DAMAGE, Resumed
 from .retention import KeepBest, RetentionPolicy
-from .save import SaveOrder, get_run_id, release_copies, start_checkpoint, write_checkpoint
+from .run_loads import RunLoads
+from .run_saves import RunSaves, SavePlan
+from .running import DEFAULT_SIGNALS, EXPORTING, LOADING, SAVING, HangLimits, Health, RunGuard, Stop, Watching
+from .save import get_run_id, release_copies
 from .save_checks import check_naming
 from .steps import follow_steps
-from .survey import get_name
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +64,10 @@ class Checkpointer:
     update, `save`, `wait`, `resume` or `close` raises that on every rank; nothing of it is left, and training can go
     on. Leaving the `with` block, `close` and the end of the process wait for it.
 
+    From `resume` on the run is watched over: a signal, or a failing health check, on any rank makes all ranks save at
+    the same step and leave with an exit code for it; ranks tell how far they are (`accel-fsdp health`); and with
+    `hang_limits` one that hangs ends itself. See docs/running.md.
+
     Args:
         accelerator: with everything prepared.
         root: directory for the checkpoints `step_00000500`, ..., on storage that all ranks share.
@@ -95,6 +95,12 @@ class Checkpointer:
         async_save: save in the background. Takes memory for one copy of what is on this rank.
         when_busy: what a save does while another is in flight: "wait" for it, or "skip" itself.
         timeout_s: how long to wait for a rank that does not arrive.
+        on_signal: signals upon which all ranks save and leave with exit code 75; () for none.
+        hang_limits: seconds that a step may take, or `HangLimits`; a rank that takes longer prints all stacks and ends.
+        health: a command that is run once per node, or a function that is called on every rank; where it fails, all
+            ranks save and leave with exit code 69.
+        health_every: updates between two checks.
+        health_timeout_s: a command that takes longer has failed.
 
     Raises:
         UsageError: an argument cannot be right, or the set-up cannot be saved.
@@ -126,45 +132,49 @@ class Checkpointer:
         allow_objects: Sequence[str] = (),
         data_resume: str = "skip",
         timeout_s: float | None = None,
+        on_signal: Sequence[str] = DEFAULT_SIGNALS,
+        hang_limits: HangLimits | float | None = None,
+        health: Health = None,
+        health_every: int = 100,
+        health_timeout_s: float = 60.0,
     ) -> None:
+        watching = Watching(on_signal, hang_limits, health, health_every, health_timeout_s)
         check_positive("save_every", save_every, int)
         check_positive("save_every_s", save_every_s, (int, float))
         check_positive("max_resumes", max_resumes, int)
         check_positive("timeout_s", timeout_s, (int, float))
-        self._policy = choose_policy(keep_last, keep_every, keep_best, keep_every_s, retention)
-        choices = (
-            ("verify", verify, VERIFY_MODES),
-            ("on_damage", on_damage, ON_DAMAGE),
-            ("when_busy", when_busy, _WHEN_BUSY),
-        )
-        for name, value, allowed in choices:
-            if value not in allowed:
-                raise UsageError(f"{name} is {value!r}; use one of {', '.join(allowed)}", actual=value)
+        policy = choose_policy(keep_last, keep_every, keep_best, keep_every_s, retention)
+        check_choice("verify", verify, VERIFY_MODES)
+        check_choice("on_damage", on_damage, ON_DAMAGE)
+        check_choice("when_busy", when_busy, _WHEN_BUSY)
         self.root = Path(root).expanduser().absolute()
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{self.root} is a file; give a directory for the checkpoints", path=str(self.root))
         contract.check_setup(accelerator)
         check_naming(accelerator, self.root / "any")
-        self._accelerator = accelerator
-        self._save_every, self._save_every_s = save_every, save_every_s
-        self._on_damage, self._max_resumes = on_damage, max_resumes
-        self._verify, self._strict = verify, strict
         check_data_resume(data_resume)
-        self._data_resume = data_resume
-        self._changes: ModelChanges | None = None
-        self._permissions = Permissions.make(strict=strict, elastic=elastic, allow=allow)
-        self._async_save, self._when_busy = async_save, when_busy
-        self._pending: PendingSave | None = None
-        self._allow_objects, self._timeout_s = tuple(allow_objects), timeout_s
         check_tokenizer(tokenizer)
-        self._tokenizer = tokenizer
+        self._accelerator, self._tokenizer, self._timeout_s = accelerator, tokenizer, timeout_s
+        self._async_save, self._when_busy = async_save, when_busy
+        self._loads = RunLoads(
+            accelerator,
+            self.root,
+            on_damage=on_damage,
+            max_resumes=max_resumes,
+            verify=verify,
+            permissions=Permissions.make(strict=strict, elastic=elastic, allow=allow),
+            allow_objects=tuple(allow_objects),
+            data_resume=data_resume,
+            timeout_s=timeout_s,
+        )
+        plan = SavePlan(self.root, save_every, save_every_s, policy, verify, strict, tokenizer, timeout_s)
+        self._saves = RunSaves(accelerator, plan)
         self._tracker = track_loaders(accelerator)
         self._tracker.train_index = self._tracker.find_train_loader(train_dataloader)
         self._counter = StepAndEpoch(self._tracker, self._tracker.train_index)
         follow_steps(accelerator)
         self._held = HeldRoot(self.root)
-        self._parent_id: str | None = None
-        self._last_save = time.monotonic()
+        self._guard = RunGuard(self.root, watching)
         self._metrics: dict[str, Any] = {}
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -176,8 +186,8 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._finish_alone()
-        self.close()
+            self._saves.finish_alone()
+        self._close(error)
 
     def close(self, *, discard: bool = False) -> None:
         """Wait for the save in flight, and give the root back. A run that dies without it is recognised as dead.
@@ -191,22 +201,21 @@ class Checkpointer:
         Raises:
             What the save in flight has failed with.
         """
+        if discard:
+            self._saves.discard()
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
         try:
-            if discard and self._pending is not None:
-                self._pending.discard()
-                self._pending = None
             self._finish()
+        except BaseException as failure:
+            error = failure
+            raise
         finally:
             if self._async_save:
                 release_copies()
             self._held.release()
-
-    def _finish_alone(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait_alone()
-            if pending.failure is not None:
-                logger.error("%s was not saved: %s", pending.path, pending.failure)
+            self._guard.close(error)
 
     def wait(self) -> Path | None:
         """Wait for the save in flight, and return the path of its checkpoint; None if there was none. Collective.
@@ -218,14 +227,23 @@ class Checkpointer:
         return self._finish()
 
     def _finish(self) -> Path | None:
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if not self._saves.is_busy:
             return None
-        try:
-            return pending.wait()
-        finally:
-            if pending.is_committed:
-                self._parent_id = pending.checkpoint_id
+        with self._guard.phase(SAVING):
+            return self._saves.finish()
+
+    def phase(self, name: str, *, limit_s: float | None = None) -> AbstractContextManager[None]:
+        """Let the watchdog wait longer for what is no step, and the heartbeats name it. Not collective.
+
+            with checkpointer.phase("evaluation"):
+                ...
+
+        Args:
+            name: what it is; saves, loads and exports name themselves.
+            limit_s: how long it may take; `HangLimits.evaluation_s` where not given.
+        """
+        check_positive("limit_s", limit_s, (int, float))
+        return self._guard.phase(name, limit_s=limit_s)
 
     # -- resume -------------------------------------------------------------------------------------------------
 
@@ -258,61 +276,38 @@ class Checkpointer:
             CheckpointIncompleteError: the root holds checkpoints, and none that can be resumed.
             StorageError: a rank sees something else than the others; names it.
             LockedError: another live run uses the root.
+            Preempted: a signal came before the first step; nothing is saved, since nothing was trained.
             Whatever `load_state` raises.
         """
         if path is not None and fresh:
             raise UsageError("resume() was given both a path and fresh=True; choose one")
-        self._changes = ModelChanges.make(rename, allow_missing, allow_unexpected, resize)
+        changes = ModelChanges.make(rename, allow_missing, allow_unexpected, resize)
         wait_for_ranks("Checkpointer.resume", timeout_s=self._timeout_s)
         self._finish()
-        self._held.take(get_run_id())
+        self._open()
         resumed = Resumed()
-        if path is not None:
-            resumed = self._load_named(Path(path).expanduser().absolute())
-        elif not fresh:
-            resumed = load_newest(
-                self._accelerator,
-                self.root,
-                self._load,
-                on_damage=self._on_damage,
-                max_resumes=self._max_resumes,
-                verifies=self._verify in READS_CHECKSUMS,
-                run_id=get_run_id(),
-            )
+        with self._guard.phase(LOADING):
+            if path is not None:
+                resumed = self._loads.load_named(Path(path).expanduser().absolute(), changes)
+            elif not fresh:
+                resumed = self._loads.load_newest(changes)
         self._held.may_save = True
-        self._parent_id = resumed.checkpoint_id
-        self._last_save = time.monotonic()
+        self._saves.begin(resumed.checkpoint_id)
         if resumed.report is None:
             self._tracker.begin_training()
             self._counter.begin()
-            return Position(epoch=0, step=0, batch=0, samples=0, fresh=True, skipped=resumed.skipped)
-        return self._counter.go_on(resumed.step, resumed.report, resumed.skipped)
+            position = Position(epoch=0, step=0, batch=0, samples=0, fresh=True, skipped=resumed.skipped)
+        else:
+            position = self._counter.go_on(resumed.step, resumed.report, resumed.skipped)
+        stop = self._guard.begin_training(self.num_steps)
+        if stop is not None:
+            self._guard.leave(stop, step=self.num_steps, path=None)
+        return position
 
-    def _load(self, path: Path, allow_after_step: bool, notes: LoadNotes) -> LoadReport:
-        return load_checkpoint(
-            self._accelerator,
-            path,
-            notes,
-            verify=self._verify,
-            permissions=self._permissions,
-            changes=self._changes,
-            allow_after_step=allow_after_step,
-            allow_objects=self._allow_objects,
-            data_resume=self._data_resume,
-            timeout_s=self._timeout_s,
-        )
-
-    def _load_named(self, path: Path) -> Resumed:
-        report = self._load(path, True, LoadNotes())
-
-        def describe() -> tuple[str | None, int]:
-            if not has_manifest(path):
-                return None, 0
-            manifest = read_manifest(path)
-            return manifest.lineage.checkpoint_id, max(manifest.step, 0)
-
-        checkpoint_id, step = run_on_main("reading the step", describe)
-        return Resumed(path, checkpoint_id, step, report)
+    def _open(self) -> None:
+        """Take the root, and begin to watch over the run. Collective."""
+        self._held.take(get_run_id())
+        self._guard.begin(get_run_id(), self._held.attempt)
 
     # -- save ---------------------------------------------------------------------------------------------------
 
@@ -332,24 +327,37 @@ class Checkpointer:
 
         Raises:
             What a save in flight has failed with. The update is counted nevertheless.
+            Preempted, Unhealthy: a signal or a health check asked for it, and all ranks have saved at this step. They
+                are `SystemExit`s: let them end the process, with their exit code.
         """
         given = {**(metrics or {}), **({} if loss is None else {"loss": loss})}
         self._metrics = {name: value.detach() if hasattr(value, "detach") else value for name, value in given.items()}
         if not self._accelerator.sync_gradients:
             return None
         self._counter.count_update()
-        # Ranks end their parts at different moments: rank 0's decides when all of them look.
-        if self._pending is not None and broadcast(self._pending.done):
+        if not self._guard.is_begun:
+            self._open()
+        stop = self._guard.step(self.num_steps)
+        if stop is None and self._saves.is_done():  # ranks end their parts at different moments: rank 0's decides
             self._finish()
-        return self.save() if self._is_due() else None
+        path = None
+        if stop is None and self._saves.is_due(self.num_steps):
+            path = self.save()
+            stop = self._guard.ask()
+        if stop is not None:
+            self._leave(stop)
+        return path
 
-    def _is_due(self) -> bool:
-        if self._save_every is not None and self.num_steps % self._save_every == 0:
-            return True
-        if self._save_every_s is None:
-            return False
-        # Clocks differ: rank 0's decides, or some ranks would enter the save and others not.
-        return broadcast(time.monotonic() - self._last_save >= self._save_every_s)
+    def _leave(self, stop: Stop) -> NoReturn:
+        try:
+            self._finish()
+        except AccelFsdpError as error:  # of an earlier step, as a rule: this one is still to be saved
+            logger.error("%s", error)
+        path = self._saves.find_saved(self.num_steps)
+        if path is None:
+            with self._guard.phase(SAVING):
+                path = self._save(in_background=False)
+        self._guard.leave(stop, step=self.num_steps, path=path)
 
     def save(self, *, pinned: bool = False) -> Path | None:
         """Save now, then remove what nothing keeps any longer. Returns the committed checkpoint's path.
@@ -365,40 +373,26 @@ class Checkpointer:
             DamagedCheckpointError: the new checkpoint cannot be read back as it was written; nothing was removed.
             Whatever `save_state` raises; the earlier checkpoints are untouched then.
         """
+        with self._guard.phase(SAVING):
+            return self._save(pinned=pinned, in_background=self._async_save)
+
+    def _save(self, *, pinned: bool = False, in_background: bool) -> Path | None:
         wait_for_ranks("Checkpointer.save", timeout_s=self._timeout_s)
-        if self._pending is not None:
-            if self._when_busy == "skip" and not broadcast(self._pending.done):
+        if self._saves.is_busy:
+            if self._when_busy == "skip" and not self._saves.is_done():
                 return None
             self._finish()
         self._held.take(get_run_id())
         run_on_main("checking the root", self._held.check)
         metrics = run_on_each("reading the metrics", lambda: to_numbers(self._metrics))
-        path = self.root / get_name(self.num_steps)
-        order = SaveOrder(
-            attempt=self._held.attempt,
-            parent_id=self._parent_id,
-            step=self.num_steps,
+        return self._saves.write(
+            self.num_steps,
             epoch=self._counter.get_epoch(),
-            strict=self._strict,
-            tokenizer=self._tokenizer,
-            timeout_s=self._timeout_s,
-            extra={"metrics": metrics},
+            attempt=self._held.attempt,
+            metrics=metrics,
+            pinned=pinned,
+            in_background=in_background,
         )
-
-        def settle(path: Path, lineage: Lineage) -> None:
-            if pinned:
-                run_on_main("pinning", lambda: pin(self.root, lineage.checkpoint_id, name=path.name))
-            settle_checkpoint(path, lineage, policy=self._policy, verify=self._verify, run_id=get_run_id())
-
-        if self._async_save:
-            self._pending = start_checkpoint(self._accelerator, path, order, follow=settle)
-            self._last_save = time.monotonic()
-            return path
-        path, lineage = write_checkpoint(self._accelerator, path, order)
-        self._parent_id = lineage.checkpoint_id
-        self._last_save = time.monotonic()
-        settle(path, lineage)
-        return path
 
     def export(self, out: str | Path, *, model: torch.nn.Module | None = None, **options: Any) -> ExportReport:
         """Write the model as it is in memory now to `out`, as a Hugging Face directory; see `export_model`.
@@ -410,7 +404,8 @@ class Checkpointer:
             model: which one, where several are prepared.
             options: as for `export_model`; the tokenizer is the one given to this object.
         """
-        background.wait_alone()  # the storage, and the memory of the copies
-        return export_model(
-            self._accelerator, model, out, **{"tokenizer": self._tokenizer, "timeout_s": self._timeout_s, **options}
-        )
+        with self._guard.phase(EXPORTING):
+            background.wait_alone()  # the storage, and the memory of the copies
+            return export_model(
+                self._accelerator, model, out, **{"tokenizer": self._tokenizer, "timeout_s": self._timeout_s, **options}
+            )

@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
     {"model_changes", "opening", "progress", "commit", "report", "statistics", "disk_values"},
     {"rank_state", "rank_objects", "survey", "verify", "views", "disk_checks"},
     {"export"},
-    {"damage", "holding", "keeping", "latest", "position"},
+    {"damage", "holding", "keeping", "latest", "position", "running"},
     {"live"},
     {
         "assets",
@@ -51,6 +51,7 @@ LAYERS: list[set[str]] = [
     {"completing", "verify_states"},
     {"save", "load"},
     {"resuming"},
+    {"run_loads", "run_saves"},
     {"checkpointer", "cpu_fsdp", "trainer"},
     {"cli"},
 ]

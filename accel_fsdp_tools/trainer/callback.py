@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ..arguments import check_positive, choose_policy
+from ..arguments import check_choice, check_positive, choose_policy
 from ..assets import check_tokenizer
 from ..errors import CallOrderError, UsageError
 from ..export import export_checkpoint
@@ -19,6 +19,7 @@ from ..ranks import run_on_main
 from ..report import LoadReport
 from ..resuming import ON_DAMAGE
 from ..retention import KeepBest, RetentionPolicy, make_policy
+from ..running import DEFAULT_SIGNALS, HangLimits, Health, Watching
 from .contract import check_trainer
 from .hooks import find_trainer, install
 from .run import Options, TrainingRun, find_tokenizer
@@ -68,6 +69,9 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             `load_best_model_at_end` the best one. An earlier export there is replaced.
         tokenizer: kept in every checkpoint; the Trainer's `processing_class` where not given.
         timeout_s: how long to wait for a rank that does not arrive.
+        on_signal: see `Checkpointer`. `train` then saves at the end of the step, whatever `save_strategy` is, and
+            raises `Preempted`, which ends the process.
+        hang_limits, health, health_every, health_timeout_s: see `Checkpointer`.
 
     Attributes:
         report: what became of the last resume (a `LoadReport`), None after a fresh start.
@@ -94,10 +98,14 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         export_to: str | Path | None = None,
         tokenizer: Any = None,
         timeout_s: float | None = None,
+        on_signal: Sequence[str] = DEFAULT_SIGNALS,
+        hang_limits: HangLimits | float | None = None,
+        health: Health = None,
+        health_every: int = 100,
+        health_timeout_s: float = 60.0,
     ) -> None:
-        for name, value, allowed in (("verify", verify, VERIFY_MODES), ("on_damage", on_damage, ON_DAMAGE)):
-            if value not in allowed:
-                raise UsageError(f"{name} is {value!r}; use one of {', '.join(allowed)}", actual=value)
+        check_choice("verify", verify, VERIFY_MODES)
+        check_choice("on_damage", on_damage, ON_DAMAGE)
         rules = make_policy(keep_every=keep_every, keep_best=keep_best, keep_every_s=keep_every_s)
         check_data_resume(data_resume)
         check_positive("max_resumes", max_resumes, int)
@@ -115,6 +123,7 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             tokenizer=tokenizer,
             timeout_s=timeout_s,
             export_to=export_to,
+            watching=Watching(on_signal, hang_limits, health, health_every, health_timeout_s),
         )
         self._trainer: Trainer | None = None
         self.run: TrainingRun | None = None
@@ -170,9 +179,18 @@ class FSDPCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Put the random state back where the Trainer's own came last."""
         self._require_run().begin_step()
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save and stop here, if any rank was asked to."""
+        self._require_run().end_step(control)
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Complete and commit what the Trainer has just saved."""
         self._require_run().seal()
+        self._require_run().end_save(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave, if all ranks have saved in order to."""
+        self._require_run().end_epoch()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Export, if that was asked for."""

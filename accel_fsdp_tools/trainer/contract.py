@@ -63,6 +63,12 @@ def check_trainer(trainer: Trainer) -> None:
             "resumed from (and under SHARDED_STATE_DICT it writes nothing at all). Leave it False. For weights alone "
             "give the callback export_to=, or call trainer.save_model()."
         )
+    if args.enable_jit_checkpoint:
+        raise UsageError(
+            "enable_jit_checkpoint=True lets each rank decide by itself when to save after a SIGTERM, so that ranks "
+            "which hear of it at different steps wait for each other for ever, and what it saves is not completed. "
+            "FSDPCheckpointCallback does that for all ranks at the same step (on_signal=): leave it False."
+        )
     if args.save_on_each_node:
         raise UnsupportedError(
             "save_on_each_node=True writes a part of each checkpoint on every node's own disk. Save to storage that "

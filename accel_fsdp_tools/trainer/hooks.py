@@ -3,6 +3,7 @@
     train                the checkpoint to resume from is chosen and checked before anything is loaded
     _save_checkpoint     what an abandoned save left at the same place is moved away, and a failing rank stops all
     _load_rng_state      random state comes back at the right moment
+    evaluate, predict    the watchdog waits longer
     save_model           under SHARDED_STATE_DICT, where the Trainer writes nothing, the model is exported
 
 and, while `train` runs, two functions in transformers' module: `skip_first_batches`, which is answered with the loader
@@ -22,12 +23,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import layout
 from ..errors import UnsupportedError, UsageError
+from ..running import EVALUATION
 from .run import TrainingRun
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-_METHODS = ("train", "_save_checkpoint", "_load_rng_state", "save_model", "_get_output_dir")
+_METHODS = ("train", "_save_checkpoint", "_load_rng_state", "save_model", "_get_output_dir", "evaluate", "predict")
 _MARK = "_accel_fsdp_tools_callback"
 _FUNCTIONS = ("skip_first_batches", "load_fsdp_optimizer")
 
@@ -80,6 +82,8 @@ def install(trainer: Trainer, owner: Owner) -> None:
     _wrap(trainer, "_save_checkpoint", functools.partial(_save_checkpoint, trainer, owner))
     _wrap(trainer, "_load_rng_state", functools.partial(_load_rng_state, owner))
     _wrap(trainer, "save_model", functools.partial(_save_model, trainer, owner))
+    for name in ("evaluate", "predict"):
+        _wrap(trainer, name, functools.partial(_evaluate, owner))
 
 
 def _wrap(trainer: Trainer, name: str, wrapper: Callable[..., Any]) -> None:
@@ -95,13 +99,24 @@ def _wrap(trainer: Trainer, name: str, wrapper: Callable[..., Any]) -> None:
 def _train(owner: Owner, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     kwargs = name_arguments(original, args, kwargs)
     run = owner.run = owner.open_run()
+    error: BaseException | None = None
     try:
         path = run.open(kwargs.get("resume_from_checkpoint"), kwargs.get("trial"))
         kwargs["resume_from_checkpoint"] = None if path is None else str(path)
         with _functions_replaced(run), run.adapters_kept():
             return original(**kwargs)
+    except BaseException as raised:
+        error = raised
+        raise
     finally:
-        run.close()
+        run.close(error)
+
+
+def _evaluate(owner: Owner, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if owner.run is None:
+        return original(*args, **kwargs)
+    with owner.run.guard.phase(EVALUATION):
+        return original(*args, **kwargs)
 
 
 def name_arguments(train: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from ..report import LoadReport
 from ..resuming import Resumed
 from ..retention import KeepAny, RetentionPolicy
 from ..rng import RngSnapshot
+from ..running import SAVING, RunGuard, Stop, Watching
 from ..save import get_run_id
 from ..verify_live import compare_with_checkpoint, require_verified
 from .adapters import ADAPTER_FILE, adapters_kept, check_adapter, is_adapter_of_fsdp1
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from transformers import Trainer
+    from transformers import Trainer, TrainerControl
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Options:
     tokenizer: Any = None
     timeout_s: float | None = None
     export_to: str | Path | None = None
+    watching: Watching = field(default_factory=Watching)
 
 
 class TrainingRun:
@@ -63,6 +65,7 @@ class TrainingRun:
     Attributes:
         report: what became of the resume; None in a fresh run.
         num_saved: checkpoints committed.
+        guard: watches over the run.
     """
 
     def __init__(self, trainer: Trainer, options: Options) -> None:
@@ -76,7 +79,10 @@ class TrainingRun:
         self._data: TrainingData | None = None
         self._rng_due: RngSnapshot | None = None
         self._saving: Path | None = None
+        self._saved: Path | None = None
         self._limit: int | None = None
+        self.guard = RunGuard(self.root, options.watching)
+        self._stop: Stop | None = None
 
     # -- begin --------------------------------------------------------------------------------------------------
 
@@ -85,6 +91,7 @@ class TrainingRun:
         wait_for_ranks("Trainer.train", timeout_s=self._options.timeout_s)
         run_on_each("checking the Trainer", lambda: self._check(trial))
         self._held.take(get_run_id())
+        self.guard.begin(get_run_id(), self._held.attempt)
         order = Order(
             strict=self._options.strict,
             verifies=self._options.verify in READS_CHECKSUMS,
@@ -117,7 +124,18 @@ class TrainingRun:
         check_target(out, None, overwrite=True)
 
     def begin_training(self, loader: Any) -> None:
-        """The Trainer has loaded, and is about to iterate `loader`: verify, and put back what it leaves out."""
+        """The Trainer has loaded, and is about to iterate `loader`: verify, and put back what it leaves out.
+
+        Raises:
+            Preempted: a signal came meanwhile. Nothing is saved, since nothing was trained.
+        """
+        self._finish_load(loader)
+        step = self._trainer.state.global_step
+        stop = self.guard.begin_training(step)
+        if stop is not None:
+            self.guard.leave(stop, step=step, path=None)
+
+    def _finish_load(self, loader: Any) -> None:
         if loader is None:
             raise CallOrderError("This Trainer has no training dataset, or hides it from its callbacks")
         trainer, options = self._trainer, self._options
@@ -167,15 +185,47 @@ class TrainingRun:
 
     def begin_step(self) -> None:
         """Before the first update: where the Trainer had to put the random state back, this is the one of the save."""
+        self.guard.go_on()
         due, self._rng_due = self._rng_due, None
         if due is None:
             return
         restore_checked(due)
 
+    # -- stop ---------------------------------------------------------------------------------------------------
+
+    def end_step(self, control: TrainerControl) -> None:
+        """An update was made. If a signal or a health check asks for it on any rank, the Trainer saves and stops."""
+        self._stop = self._stop or self.guard.step(self._trainer.state.global_step)
+        if self._stop is not None:
+            control.should_save = control.should_training_stop = True
+
+    def end_save(self, control: TrainerControl) -> None:
+        """A checkpoint was committed, which took its time: if a signal came meanwhile, the Trainer stops."""
+        self._stop = self._stop or self.guard.ask()
+        if self._stop is not None:
+            control.should_training_stop = True
+
+    def end_epoch(self) -> None:
+        """The Trainer has left the loop over the steps of an epoch.
+
+        Not before, so that other callbacks see the save; and not later, since the Trainer would evaluate, save again,
+        load the best model and export, as at the end of a training.
+
+        Raises:
+            Preempted, Unhealthy: all ranks have saved and stop.
+        """
+        if self._stop is not None:
+            self.guard.leave(self._stop, step=self._trainer.state.global_step, path=self._saved)
+        self.guard.rest()
+
     # -- save ---------------------------------------------------------------------------------------------------
 
     def write(self, directory: Path, save: Callable[[], None]) -> None:
         """Let the Trainer write a checkpoint into `directory`, with nothing of an older one in it."""
+        with self.guard.phase(SAVING):
+            self._write(directory, save)
+
+    def _write(self, directory: Path, save: Callable[[], None]) -> None:
         wait_for_ranks("Trainer's save", timeout_s=self._options.timeout_s)
         run_on_main("checking the output folder", self._held.check)
         moved = make_place(directory, run_id=get_run_id())
@@ -194,6 +244,10 @@ class TrainingRun:
         directory, self._saving = self._saving, None
         if directory is None:
             return
+        with self.guard.phase(SAVING):
+            self._seal(directory)
+
+    def _seal(self, directory: Path) -> None:
         trainer = self._trainer
         run_on_main("looking for the adapter", lambda: check_adapter(trainer, directory))
         if is_adapter_of_fsdp1(trainer) and run_on_main("looking", lambda: (directory / ADAPTER_FILE).exists()):
@@ -215,6 +269,7 @@ class TrainingRun:
         retire_replaced(directory, parent_id=self._parent_id, run_id=get_run_id())
         self._parent_id = lineage.checkpoint_id
         self.num_saved += 1
+        self._saved = directory
         self._settle(directory, lineage)
 
     def _settle(self, directory: Path, lineage: Lineage) -> None:
@@ -243,11 +298,16 @@ class TrainingRun:
         prepared = get_prepared(trainer.accelerator, optimizers=False)
         require_verified(compare_with_checkpoint(prepared, Path(best).absolute(), mode="auto", checks_sums=False))
 
-    def close(self) -> None:
-        """Give back what was taken: the output folder, and `save_total_limit`. Not collective."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Give back what was taken: the output folder, signals, and `save_total_limit`. Not collective.
+
+        Args:
+            error: what `train` ends with, if that is an error.
+        """
         if self._limit is not None:
             self._trainer.args.save_total_limit = self._limit
         self._held.release()
+        self.guard.close(error)
 
 
 def find_tokenizer(trainer: Trainer, options: Options) -> Any:
