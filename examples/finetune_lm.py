@@ -68,6 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=4, help="optimizer steps from checkpoint to checkpoint")
     parser.add_argument("--keep-last", type=int, default=2, help="checkpoints to keep")
+    parser.add_argument("--hang-limit", type=float, help="seconds that a step may take before its rank gives up")
     faults.add_arguments(parser)
     args = parser.parse_args()
     faults.check_arguments(parser, args, args.save_every)
@@ -224,6 +225,7 @@ def main() -> None:
         save_every=args.save_every,
         keep_last=args.keep_last,
         elastic="exact" if args.update_size else "refuse",  # may the number of ranks change?
+        hang_limits=args.hang_limit,
         tokenizer=tokenizer,  # so that an export of a checkpoint needs nothing else
     ) as checkpointer:
         position = checkpointer.resume()  # (2) the newest good checkpoint, or a fresh start
