@@ -84,17 +84,35 @@ def explain_unwritable(directory: Path, error: OSError) -> StorageError:
     )
 
 
-def measure_age_s(path: Path) -> float:
-    """Seconds since `path` was last renewed, by the clock of its file system; infinity if it is gone."""
-    probe = path.with_name(f".clock.{uuid.uuid4().hex}")
+def read_storage_clock(directory: Path) -> float:
+    """Return the time by the clock of the file system that `directory` is on, which modification times are by.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    probe = directory / f".clock.{uuid.uuid4().hex}"
     try:
         probe.touch()
-        now = probe.stat().st_mtime
-        return now - path.stat().st_mtime
-    except FileNotFoundError:
-        return float("inf")
+        return probe.stat().st_mtime
     finally:
         probe.unlink(missing_ok=True)
+
+
+def measure_age_s(path: Path) -> float:
+    """Seconds since `path` was last renewed, by the clock of its file system; infinity if it is gone."""
+    try:
+        return read_storage_clock(path.parent) - path.stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")
+
+
+def is_running(process_id: int, started: float) -> bool:
+    """Whether this process of this host, which started then, still runs."""
+    try:
+        process = psutil.Process(process_id)
+        return process.status() != psutil.STATUS_ZOMBIE and bool(abs(process.create_time() - started) < 1.0)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def is_alive(path: Path, *, stale_s: float = STALE_S) -> bool:
@@ -105,12 +123,7 @@ def is_alive(path: Path, *, stale_s: float = STALE_S) -> bool:
     """
     owner = read_owner(path)
     if owner is not None and owner.host == socket.gethostname():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(owner.process_id)
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return False
-            return bool(abs(process.create_time() - owner.process_started) < 1.0)
-        return False
+        return is_running(owner.process_id, owner.process_started)
     return measure_age_s(path) < stale_s
 
 

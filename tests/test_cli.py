@@ -73,6 +73,15 @@ FLAGS = {
         "--help": None,
     },
     "pin": {"path": "PATH", "--undo": None, "--help": None},
+    "health": {
+        "root": "RUN_DIR",
+        "--max-age": "SECONDS",
+        "--max-phase-age": "SECONDS",
+        "--startup-grace": "SECONDS",
+        "--this-host": None,
+        "--json": None,
+        "--help": None,
+    },
 }
 """Every command's flags and the names of their values. People's scripts use them: add, don't change."""
 

@@ -84,21 +84,18 @@ def _choose(root: Path, entries: list[Entry], max_resumes: int | None) -> tuple[
 
 
 def _format(root: Path, entries: list[Entry], chosen: str | None, reason: str, skipped: list[Skipped]) -> str:
+    from .tables import align
+
     lines = [str(root)]
     if entries:
         head = ("", "name", "step", "age", "size", "state", "verified", "pinned", "metrics")
         rows = [_make_row(each, chosen) for each in entries]
-        lines += _align([head, *rows])
+        lines += align([head, *rows])
         lines.append("")
         lines += [f"{each.name}: {each.problem}" for each in entries if each.problem]
     lines.append(f"resume would choose {chosen}: {reason}" if chosen else f"resume would choose none: {reason}")
     lines += [str(each) for each in skipped if each.reason not in {entry.problem for entry in entries}]
     return "\n".join(lines)
-
-
-def _align(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _make_row(entry: Entry, chosen: str | None) -> tuple[str, ...]:

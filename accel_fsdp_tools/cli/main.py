@@ -20,11 +20,14 @@ from types import ModuleType
 from typing import Any
 
 from .. import __version__
-from .exits import DIFFERENCE, FAILED, GOOD, INTERRUPTED, USAGE
+from .exits import DIFFERENCE, FAILED, GOOD, INTERRUPTED, STALE, USAGE
 
-COMMANDS = ("verify", "export", "list", "prune", "pin")
+COMMANDS = ("verify", "export", "list", "prune", "pin", "health")
 
-_EXITS = f"exit codes: {GOOD} good, {FAILED} failed, {USAGE} usage, {DIFFERENCE} verification found a difference"
+_EXITS = (
+    f"exit codes: {GOOD} good, {FAILED} failed, {USAGE} usage, {DIFFERENCE} verification found a difference, "
+    f"{STALE} a run makes no progress"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,14 +1,20 @@
-"""Findings as a table for people: aligned, wrapped, readable in 100 columns."""
+"""Tables for people: aligned, wrapped, readable in 100 columns."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..findings import Finding, Severity, VerifyReport
 
 _MIN_WIDTH, _MAX_WIDTH = 60, 100
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines, in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def format_report(report: VerifyReport, *, only_failures: bool = False) -> str:

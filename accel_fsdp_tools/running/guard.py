@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
-
+from ..ownership import is_running
 from ..ranks import gather_all, get_rank, get_world_size, run_on_main
 from .agreement import Agreement
 from .exits import Preempted, RunStopped, Unhealthy
@@ -242,14 +241,7 @@ class RunGuard:
 
     def _find_lost(self) -> str | None:
         for rank, process_id, started in self._peers:
-            try:
-                process = psutil.Process(process_id)
-                is_there = abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-            except psutil.NoSuchProcess:
-                is_there = False
-            except psutil.Error:  # another user's, or hidden: not known
-                continue
-            if not is_there:
+            if not is_running(process_id, started):
                 return f"rank {rank} (process {process_id}) has ended"
         return None
 
