@@ -82,6 +82,7 @@ FLAGS = {
         "--json": None,
         "--help": None,
     },
+    "supervise": {"root": "RUN_DIR", "command": "COMMAND", "--grace": "SECONDS", "--help": None},
 }
 """Every command's flags and the names of their values. People's scripts use them: add, don't change."""
 
