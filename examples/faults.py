@@ -8,7 +8,7 @@ import os
 import signal
 import time
 
-HOW = ("kill", "hang", "hang-with-gil", "raise")
+HOW = ("kill", "hang", "hang-with-gil", "raise", "signal")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +46,9 @@ def fail_one(args: argparse.Namespace, *, step: int) -> None:
     print(f"rank {args.fail_rank}: {args.fail_how} in step {step}", flush=True)
     if args.fail_how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif args.fail_how == "signal":
+        os.kill(os.getpid(), signal.SIGUSR1)  # no fault: the run saves at the end of the step, and ends
+        return
     elif args.fail_how == "raise":
         raise RuntimeError(f"rank {args.fail_rank} was told to fail in step {step}")
     sleep = time.sleep if args.fail_how == "hang" else ctypes.PyDLL(None).sleep  # which keeps the GIL

@@ -69,6 +69,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=4, help="optimizer steps from checkpoint to checkpoint")
     parser.add_argument("--keep-last", type=int, default=2, help="checkpoints to keep")
     parser.add_argument("--hang-limit", type=float, help="seconds that a step may take before its rank gives up")
+    parser.add_argument(
+        "--health", help="command that fails on a node that is not healthy; run every --save-every steps"
+    )
     faults.add_arguments(parser)
     args = parser.parse_args()
     faults.check_arguments(parser, args, args.save_every)
@@ -226,6 +229,8 @@ def main() -> None:
         keep_last=args.keep_last,
         elastic="exact" if args.update_size else "refuse",  # may the number of ranks change?
         hang_limits=args.hang_limit,
+        health=args.health,
+        health_every=args.save_every,
         tokenizer=tokenizer,  # so that an export of a checkpoint needs nothing else
     ) as checkpointer:
         position = checkpointer.resume()  # (2) the newest good checkpoint, or a fresh start

@@ -27,6 +27,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train under FSDP with the HF Trainer, with exact resume.")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/trainer"), help="where everything goes")
     parser.add_argument("--samples", type=int, default=47, help="pieces of text to train on")
+    parser.add_argument("--hang-limit", type=float, help="seconds that a step may take before its rank gives up")
     faults.add_arguments(parser)
     args = parser.parse_args()
     faults.check_arguments(parser, args, SAVE_EVERY)
@@ -81,7 +82,7 @@ def main() -> None:
     )
     set_seed(0)
     tokenizer, model = make_tiny(dropout=0.1)
-    callback = FSDPCheckpointCallback(export_to=args.output_dir / "model")  # (1)
+    callback = FSDPCheckpointCallback(export_to=args.output_dir / "model", hang_limits=args.hang_limit)  # (1)
     trainer = Trainer(
         model=model,
         args=training_args,

@@ -1,0 +1,66 @@
+"""Start the examples as people do, with `accelerate launch` in processes of their own, and compare what they leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
+ON_TWO_CPUS = (*LAUNCH, "--config_file", "accelerate_configs/fsdp2_cpu.yaml")
+SUPERVISE = (sys.executable, "-m", "accel_fsdp_tools.cli", "supervise")
+EXAMPLE = ("examples/finetune_lm.py", "--model", "tiny")
+NUM_STEPS = 12
+
+
+def make_environment(**variables: str) -> dict[str, str]:
+    """Return the environment for an example: nothing is downloaded, and the package is this one."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+
+
+def run(*command: Any, timeout_s: float = 200.0, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in the root of the project, to its end."""
+    process = start(*command, **variables)
+    try:
+        out, error = process.communicate(timeout=timeout_s)
+    except BaseException:
+        process.terminate()  # torchrun ends its ranks, which are in sessions of their own
+        process.communicate(timeout=60)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
+def start(*command: Any, **variables: str) -> subprocess.Popen[str]:
+    """Start a command in the root of the project."""
+    return subprocess.Popen(
+        [str(each) for each in command],
+        cwd=ROOT,
+        env=make_environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def compare(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    """Run examples/compare_runs.py."""
+    return run(sys.executable, "examples/compare_runs.py", *arguments)
+
+
+def assert_identical(reference: Path, other: Path, *, starts: list[int]) -> None:
+    """Both runs computed the same in every bit, and the other one was started at these steps."""
+    result = compare(reference, other)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "identical, bit for bit" in result.stdout
+    assert read_starts(other) == starts
+
+
+def read_starts(output: Path) -> list[int]:
+    """Return the step at which each start of a run began."""
+    import json
+
+    lines = map(json.loads, (output / "log.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line.get("event") == "start"]
