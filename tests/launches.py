@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,12 @@ def read_starts(output: Path) -> list[int]:
 
     lines = map(json.loads, (output / "log.jsonl").read_text().splitlines())
     return [line["step"] for line in lines if line.get("event") == "start"]
+
+
+def wait_for_step(output: Path, step: int, timeout_s: float = 100.0) -> None:
+    """Wait until a run has logged this step."""
+    log, deadline = output / "log.jsonl", time.monotonic() + timeout_s
+    while not (log.exists() and f'"step": {step},' in log.read_text()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"step {step} was not reached within {timeout_s:g} s")
+        time.sleep(0.05)

@@ -98,8 +98,7 @@ class _Supervisor:
             return _say(EXIT_UNHEALTHY, "a health check failed; everything is saved")
         if Preempted.state in states:
             return _say(EXIT_PREEMPTED, "the run was asked to stop; everything is saved")
-        if self._asked_at is not None and run == before:
-            return _say(EXIT_PREEMPTED, "the run was asked to stop before it had begun")
+        # Asked to stop before it had begun, too: a scheduler also asks so when another node has failed.
         return _say(code if code > 0 else EXIT_SIGNAL - code, "the run failed")
 
 
