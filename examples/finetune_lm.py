@@ -238,7 +238,7 @@ def main() -> None:
         if not position.fresh:
             accelerator.print(position.report)  # what was restored, and whether exactly
         if accelerator.is_main_process:
-            append_line(log, event="start", step=position.step, fresh=position.fresh)
+            append_line(log, event="start", step=position.step, fresh=position.fresh, ranks=world_size)
 
         step, losses = position.step, []
         for epoch in range(position.epoch, epochs):  # (3)

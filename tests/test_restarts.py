@@ -88,10 +88,10 @@ def test_the_trainer_ends_the_same_after_a_restart_in_place(tmp_path: Path, how:
 def test_a_restart_that_fails_again_and_again_ends(tmp_path: Path) -> None:
     """The budget is the launcher's; a checkpoint that no run gets past is the Checkpointer's affair."""
     script = tmp_path / "script.py"
-    script.write_text("import os\nprint('restart', os.environ['TORCHELASTIC_RESTART_COUNT'])\nraise SystemExit(3)\n")
+    script.write_text(f"import os\nopen(f'{tmp_path}/' + os.environ['TORCHELASTIC_RESTART_COUNT'], 'w')\nexit(3)\n")
     result = run(*SUPERVISE, tmp_path, "--", *ON_TWO_CPUS, *RESTARTS, script, PET_STANDALONE="1")
     assert result.returncode == 1
-    assert {f"restart {number}" for number in range(4)} == set(result.stdout.split("\n")) - {""}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3", "script.py"]
 
 
 # -- not started anew -----------------------------------------------------------------------------------------------
@@ -108,7 +108,8 @@ def test_ranks_that_have_saved_upon_a_signal_are_not_started_anew(uninterrupted:
     assert _read_states(tmp_path / "run") == {0: "preempted", 1: "preempted"}
     again = _train(tmp_path / "run", *options)
     assert again.returncode == 0, again.stderr[-3000:]
-    assert_identical(uninterrupted, tmp_path / "run", starts=[0, FAIL_AT])
+    assert_identical(uninterrupted, tmp_path / "run")
+    assert read_starts(tmp_path / "run")[1:] in ([FAIL_AT], [FAIL_AT + 1])  # ranks agree at the next step
 
 
 @pytest.mark.matrix
