@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -59,12 +60,14 @@ def assert_identical(reference: Path, other: Path, *, starts: list[int] | None =
     assert starts is None or read_starts(other) == starts
 
 
-def read_starts(output: Path) -> list[int]:
-    """Return the step at which each start of a run began."""
-    import json
+def read_log(output: Path) -> list[dict[str, Any]]:
+    """Return what the example has logged: a line per start and step."""
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
 
-    lines = map(json.loads, (output / "log.jsonl").read_text().splitlines())
-    return [line["step"] for line in lines if line.get("event") == "start"]
+
+def read_starts(output: Path, what: str = "step") -> list[int]:
+    """Return the step at which each start of a run began, or its number of ranks."""
+    return [line[what] for line in read_log(output) if line.get("event") == "start"]
 
 
 def wait_for_step(output: Path, step: int, timeout_s: float = 100.0) -> None:
