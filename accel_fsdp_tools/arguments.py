@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
@@ -44,6 +45,14 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise `UsageError` unless `value` is one of those that are allowed."""
     if value not in allowed:
         raise UsageError(f"{name} is {value!r}; use one of {', '.join(allowed)}", actual=value)
+
+
+def check_root(root: str | Path) -> Path:
+    """Return the absolute path of a directory for checkpoints, which need not be there; raise where a file is."""
+    path = Path(root).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; give a directory for the checkpoints", path=str(path))
+    return path
 
 
 def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float | str]:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import background, contract
-from .arguments import check_choice, check_positive, choose_policy, to_numbers
+from .arguments import check_choice, check_positive, check_root, choose_policy, to_numbers
 from .assets import check_tokenizer
 from .errors import AccelFsdpError, UsageError
 from .export_live import export_model
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from .export import ExportReport
 
 logger = logging.getLogger(__name__)
-
-_WHEN_BUSY = ("wait", "skip")
 
 
 class Checkpointer:
@@ -97,8 +95,8 @@ class Checkpointer:
         timeout_s: how long to wait for a rank that does not arrive.
         on_signal: signals upon which all ranks save and leave with exit code 75; () for none.
         hang_limits: seconds that a step may take, or `HangLimits`; a rank that takes longer prints all stacks and ends.
-        health: a command that is run once per node, or a function that is called on every rank; where it fails, all
-            ranks save and leave with exit code 69.
+        health: a command, run once per node, or a function, called on every rank; where it fails, all ranks save and
+            leave with exit code 69.
         health_every: updates between two checks.
         health_timeout_s: a command that takes longer has failed.
 
@@ -146,26 +144,17 @@ class Checkpointer:
         policy = choose_policy(keep_last, keep_every, keep_best, keep_every_s, retention)
         check_choice("verify", verify, VERIFY_MODES)
         check_choice("on_damage", on_damage, ON_DAMAGE)
-        check_choice("when_busy", when_busy, _WHEN_BUSY)
-        self.root = Path(root).expanduser().absolute()
-        if self.root.exists() and not self.root.is_dir():
-            raise UsageError(f"{self.root} is a file; give a directory for the checkpoints", path=str(self.root))
+        check_choice("when_busy", when_busy, ("wait", "skip"))
+        self.root = check_root(root)
         contract.check_setup(accelerator)
         check_naming(accelerator, self.root / "any")
         check_data_resume(data_resume)
         check_tokenizer(tokenizer)
         self._accelerator, self._tokenizer, self._timeout_s = accelerator, tokenizer, timeout_s
         self._async_save, self._when_busy = async_save, when_busy
+        permissions, objects = Permissions.make(strict=strict, elastic=elastic, allow=allow), tuple(allow_objects)
         self._loads = RunLoads(
-            accelerator,
-            self.root,
-            on_damage=on_damage,
-            max_resumes=max_resumes,
-            verify=verify,
-            permissions=Permissions.make(strict=strict, elastic=elastic, allow=allow),
-            allow_objects=tuple(allow_objects),
-            data_resume=data_resume,
-            timeout_s=timeout_s,
+            accelerator, self.root, on_damage, max_resumes, verify, permissions, objects, data_resume, timeout_s
         )
         plan = SavePlan(self.root, save_every, save_every_s, policy, verify, strict, tokenizer, timeout_s)
         self._saves = RunSaves(accelerator, plan)

@@ -88,7 +88,10 @@ class Channel:
     """
 
     def __init__(self, name: str = "") -> None:
-        self.series = f"accel_fsdp_tools/{name}" if name else "accel_fsdp_tools"
+        # torchrun's agent keeps its store when it restarts the ranks in place, and with it the keys of those before.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        parts = ["accel_fsdp_tools", *([] if restart == "0" else [f"restart {restart}"]), *([name] if name else [])]
+        self.series = "/".join(parts)
         self._owns_store = bool(name)
         self._group: tuple[Any, Any] | None = None  # (the default group it was made under, the group)
         self._store: tuple[Any, Any] | None = None  # likewise

@@ -79,6 +79,7 @@ FLAGS = {
         "--max-phase-age": "SECONDS",
         "--startup-grace": "SECONDS",
         "--this-host": None,
+        "--exit-as-run": None,
         "--json": None,
         "--help": None,
     },

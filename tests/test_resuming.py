@@ -99,7 +99,7 @@ def _resume_with_all_faults(root: str, folder: str) -> dict[str, Any]:
     Nothing is loaded: the load of an older checkpoint is stood in for, so that one process can try all faults.
     """
     from accel_fsdp_tools import Checkpointer
-    from accel_fsdp_tools import checkpointer as module
+    from accel_fsdp_tools import run_loads as module
     from accel_fsdp_tools.ranks import run_on_main
 
     objects = build(SETUP, seed=3)

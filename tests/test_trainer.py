@@ -400,6 +400,7 @@ def try_all(root: str, whole: str) -> dict[str, tuple[str, str]]:
 
     expect("only model", arguments={"save_only_model": True}, state=FULL)
     expect("nodes", arguments={"save_on_each_node": True})
+    expect("two that save", arguments={"enable_jit_checkpoint": True})
     expect("nothing there", resume=True)
     expect("no such path", resume=f"{root}/nowhere")
     checkpoint = f"{whole}/checkpoint-2"
@@ -440,6 +441,7 @@ def test_mistakes_are_found_before_anything_happens(runs: Any, tmp_path: Path) -
     expected = {
         "only model": (UsageError, "save_only_model"),
         "nodes": (UnsupportedError, "save_on_each_node"),
+        "two that save": (UsageError, "enable_jit_checkpoint"),
         "nothing there": (CheckpointNotFoundError, "holds no checkpoint"),
         "no such path": (CheckpointNotFoundError, "does not exist"),
         "another model": (MismatchError, "another shape"),

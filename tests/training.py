@@ -9,6 +9,7 @@ import hashlib
 import os
 import random
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,9 @@ def train(
     kill_at_point: tuple[int, str] | None = None,
     stop_after_step: int | None = None,
     perturb: bool = False,
+    options: dict[str, Any] | None = None,
+    on_batch: Callable[[Any, int], None] | None = None,
+    on_point: Callable[[Any, str], None] | None = None,
 ) -> Log:
     """Train with a `Checkpointer`, from the newest checkpoint of `root` if there is one.
 
@@ -219,6 +223,9 @@ def train(
         kill_at_step: SIGKILL after this update, before anything else.
         kill_at_point: (update, phase): SIGKILL when the save after this update reaches the phase.
         perturb: spoil parameters and buffers before the resume, so that nothing can be right by accident.
+        options: more arguments of the `Checkpointer`.
+        on_batch: called with the `Checkpointer` and the number of the batch, counted in this process from 1.
+        on_point: called with the `Checkpointer` at each point of a save.
     """
     import torch
 
@@ -232,7 +239,12 @@ def train(
                 _local(parameter.data).add_(0.5)
     log = Log()
     with Checkpointer(
-        accelerator, root, save_every=setup.save_every, keep_last=setup.keep_last, async_save=setup.async_save
+        accelerator,
+        root,
+        save_every=setup.save_every,
+        keep_last=setup.keep_last,
+        async_save=setup.async_save,
+        **(options or {}),
     ) as checkpointer:
         position = checkpointer.resume()
         log.position = position
@@ -240,12 +252,16 @@ def train(
         def observe(point: str) -> None:
             if kill_at_point == (checkpointer.num_steps, point):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if on_point is not None:
+                on_point(checkpointer, point)
 
         phases.set_observer(observe)
         for epoch in range(position.epoch, setup.num_epochs):
             for index, batch in enumerate(objects.loader):
                 start = position.batch if epoch == position.epoch else 0
                 log.ids[epoch, start + index] = batch["id"].tolist()
+                if on_batch is not None:
+                    on_batch(checkpointer, len(log.ids))
                 with accelerator.accumulate(objects.model):
                     loss = train_batch(objects, batch)
                 step = checkpointer.num_steps

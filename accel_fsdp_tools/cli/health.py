@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="after the start of the container, and after a process has ended: it may be starting again (default 300)",
     )
     parser.add_argument("--this-host", action="store_true", help="judge only the ranks of this host, as a probe should")
+    parser.add_argument(
+        "--exit-as-run",
+        action="store_true",
+        help="end with the run's own exit code, which launchers hide: 0 finished, 75 preempted, 69 unhealthy, 1 else",
+    )
     parser.add_argument("--json", action="store_true", help="print what is known as JSON")
 
 
@@ -69,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"root": str(root), **health.to_dict()}, indent=1))
     else:
         print(_format(root, health))
+    if arguments.exit_as_run:
+        return health.exit_code
     return GOOD if health.ok else STALE
 
 

@@ -3,7 +3,8 @@
 A reduction is begun at one step and read at the next, so that its way over the network hides behind the computation.
 Where steps are long, that would cost more of the time until a machine is taken away than it saves: there the ranks
 wait for it, a fraction of a millisecond. Which of the two it is follows from the longest step of all ranks, which
-travels with the number, so that they never differ. All of it over a gloo group of its own.
+travels with the number, so that they never differ. It shares the control group with all that this thread asks the
+others meanwhile: every rank begins its messages in the same order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from ..ranks import Channel, get_world_size, naming_missing, use_channel
+from ..ranks import get_control_group, get_world_size, naming_missing
 
 LONG_STEP_S = 1.0
 _LAST_WAIT_S = 2.0
@@ -23,8 +24,8 @@ class Agreement:
     """The largest of all ranks' numbers. Every method but `close` is collective."""
 
     def __init__(self) -> None:
-        self._channel = Channel("running")
         self._work: Any = None
+        self._group: Any = None  # that it was begun on
         self._values: Any = None  # [number, length of the step in ms]; must stay alive while the reduction runs
         self._last: float | None = None
         self._waits = False
@@ -59,23 +60,25 @@ class Agreement:
         import torch
         import torch.distributed as dist
 
-        with use_channel(self._channel), naming_missing("agreeing on whether to go on"):
-            group = self._channel.get_group()
+        with naming_missing("agreeing on whether to go on"):
+            self._group = get_control_group()
             self._values = torch.tensor([number, int(length_s * 1000)], dtype=torch.int64)
-            self._work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            self._work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _read(self) -> int:
         work, self._work = self._work, None
         if work is None:
             return 0
-        with use_channel(self._channel), naming_missing("agreeing on whether to go on"):
+        with naming_missing("agreeing on whether to go on"):
+            if get_control_group() is not self._group:  # broken meanwhile, which all ranks know: what was told is lost
+                return 0
             work.wait()
         number, length_ms = self._values.tolist()
         self._waits = length_ms >= LONG_STEP_S * 1000
         return int(number)
 
     def close(self, *, wait: bool) -> None:
-        """Give the group up. Not collective.
+        """Stop. Not collective.
 
         Args:
             wait: let the reduction that was begun last end before, for a moment: other ranks are about to begin it.
@@ -84,4 +87,3 @@ class Agreement:
         if work is not None and wait:
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=_LAST_WAIT_S))
-        # The group goes with the default one: destroying it here could break a rank that is not through yet.

@@ -26,7 +26,7 @@ from .health import Health, HealthCheck, check_health
 from .heartbeat import FAILED, FINISHED, RUNNING, STOPPED, Beat, Heartbeat, clear_beats
 from .launcher import end_agent, explain_broken_restarts
 from .signals import DEFAULT_SIGNALS, SignalWatch, parse_signals
-from .watchdog import ENDING, FIRST_STEP, LOADING, STEP, HangLimits, Watchdog, make_limits
+from .watchdog import ENDING, FIRST_STEP, STEP, HangLimits, Watchdog, make_limits
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class RunGuard:
         )
         self._health: HealthCheck | None = None
         self._heartbeat: Heartbeat | None = None
-        self._peers: list[tuple[int, int, float]] = []  # rank, process and its start, of the other ranks of this host
+        self._peers: list[Beat] = []  # the other ranks of this host whose processes can be seen
         self._phases: list[tuple[str, float | None]] = []
         self._problem: str | None = None
         self._left: RunStopped | None = None
@@ -93,7 +93,10 @@ class RunGuard:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def begin(self, run_id: str, attempt: int) -> None:
-        """Begin to watch, in the phase "loading". The root is held. Collective; does nothing if it has begun."""
+        """Begin to watch. The root is held. Collective; does nothing if it has begun.
+
+        The watchdog begins with the first phase.
+        """
         if self.is_begun:
             return
         beat = Beat.begin(get_rank(), get_world_size(), run_id, attempt)
@@ -102,19 +105,17 @@ class RunGuard:
             logger.warning("%s", text)
         if get_rank() == 0 and (text := explain_broken_restarts()):
             logger.warning("%s", text)
-        all_ranks = gather_all((beat.host, beat.process_id, beat.process_started), "getting to know the ranks")
-        on_host = [(rank, pid, started) for rank, (host, pid, started) in enumerate(all_ranks) if host == beat.host]
-        self._peers = [each for each in on_host if each[0] != beat.rank]
+        on_host = [each for each in gather_all(beat, "getting to know the ranks") if each.host == beat.host]
+        self._peers = [each for each in on_host if each.rank != beat.rank and each.namespace == beat.namespace]
         self._health = HealthCheck(
             self._watching.health,
             every=self._watching.health_every,
             timeout_s=self._watching.health_timeout_s,
-            is_first_of_node=on_host[0][0] == beat.rank,
+            is_first_of_node=on_host[0].rank == beat.rank,
         )
         self._heartbeat = Heartbeat(self._root, beat)
         atexit.register(self._tell_at_exit)
         self._signals.install()
-        self._enter(LOADING)
 
     def begin_training(self, step: int) -> Stop | None:
         """Everything is loaded, and the first step begins. Collective.
@@ -124,7 +125,7 @@ class RunGuard:
         """
         if self._heartbeat is not None:
             self._heartbeat.tell_step(step)
-        self._enter(FIRST_STEP)
+        self.enter(FIRST_STEP)
         return self.ask()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -165,7 +166,7 @@ class RunGuard:
         """
         if self._heartbeat is not None:
             self._heartbeat.tell_step(step)
-        self._enter(STEP)
+        self.enter(STEP)
         if self._health is not None:
             self._problem = self._health.check(step) or self._problem
         return self._explain(self._agreement.exchange(self._get_number())) if self._agrees else None
@@ -208,7 +209,7 @@ class RunGuard:
         if get_rank() == 0:
             logger.warning("%s", error)
         self._signals.begin_to_leave(error.exit_code)
-        self._enter(ENDING)
+        self.enter(ENDING)
         self._left = error
         if stop.ends_agent:
             try:
@@ -226,7 +227,7 @@ class RunGuard:
         if not self.is_begun or self._is_closed:
             yield
             return
-        before = self._phases[-1] if self._phases else (STEP, None)
+        before = self._phases[-1] if self._phases else None
         self._phases.append((name, limit_s))
         self._arm(name, limit_s)
         try:
@@ -234,20 +235,23 @@ class RunGuard:
         finally:
             self._phases.pop()
             self._agreement.forget_time()
-            if not self._is_closed:
+            if before is None:  # nothing is known to come: a load has failed, perhaps
+                self._watchdog.cancel()
+            elif not self._is_closed:
                 self._arm(*before)
 
     def rest(self) -> None:
         """Between steps, where nobody knows what comes: the limit of an evaluation. Until `go_on`, or the next step."""
         self._agreement.forget_time()
-        self._enter(ENDING)
+        self.enter(ENDING)
 
     def go_on(self) -> None:
         """The next step begins, if `rest` was the last that was said."""
         if self._phases == [(ENDING, None)]:
-            self._enter(STEP)
+            self.enter(STEP)
 
-    def _enter(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
+        """From now on this is what the run does, until something else is said."""
         self._phases[:1] = [(phase, None)]
         self._arm(*self._phases[-1])
 
@@ -261,9 +265,9 @@ class RunGuard:
     # -- on the thread that hears of signals ----------------------------------------------------------------------
 
     def _find_lost(self) -> str | None:
-        for rank, process_id, started in self._peers:
-            if not is_running(process_id, started):
-                return f"rank {rank} (process {process_id}) has ended"
+        for each in self._peers:
+            if not is_running(each.process_id, each.process_started):
+                return f"rank {each.rank} (process {each.process_id}) has ended"
         return None
 
     def _clean_up(self, code: int, text: str) -> None:

@@ -59,6 +59,7 @@ class Beat:
     process_started: float
     run_id: str
     attempt: int
+    namespace: str = ""  # of process ids: they mean nothing to another container of this host
     restart: int = 0
     state: str = RUNNING
     phase: str = "loading"
@@ -105,9 +106,18 @@ class Beat:
             process_started=process.create_time(),
             run_id=run_id,
             attempt=attempt,
+            namespace=get_namespace(),
             restart=int(restart) if restart.isdecimal() else 0,
             progress_at=time.time(),
         )
+
+
+def get_namespace() -> str:
+    """Return what tells apart the processes of a host that can see each other; empty where that is not known."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
 
 
 def get_directory(root: Path) -> Path:

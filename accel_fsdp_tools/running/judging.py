@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 from ..ownership import is_running, read_storage_clock
-from .exits import Preempted
-from .heartbeat import FINISHED, RUNNING, Beat, get_directory, list_beats
+from .exits import Preempted, Unhealthy
+from .heartbeat import FAILED, FINISHED, RUNNING, Beat, get_directory, get_namespace, list_beats
 from .watchdog import STEP
 
 GOOD, STARTING, STALE, GONE, ENDED, OVER, MISSING = "good", "starting", "stale", "gone", "ended", "over", "missing"
@@ -83,6 +83,15 @@ class RunHealth:
     num_left_over: int = 0
     uses_own_clock: bool = False
 
+    @property
+    def exit_code(self) -> int:
+        """What the run has ended with, by what its ranks say; 1 where they do not say, or still run."""
+        states = {FAILED if each.beat is None else each.beat.state for each in self.ranks}
+        for kind in (Unhealthy, Preempted):  # a rank that came late may have ended otherwise
+            if kind.state in states:
+                return kind.exit_code
+        return 0 if states == {FINISHED} else 1
+
     def to_dict(self) -> dict[str, Any]:
         names = ("ok", "summary", "run_id", "attempt", "num_left_over", "uses_own_clock")
         return {**{name: getattr(self, name) for name in names}, "ranks": [each.to_dict() for each in self.ranks]}
@@ -143,7 +152,8 @@ def _judge_silence(what: str, tolerance: Tolerance) -> RunHealth:
 def _judge(beat: Beat, age_s: float, tolerance: Tolerance, host: str) -> str:
     if beat.state in (FINISHED, Preempted.state):
         return OVER
-    is_gone = beat.host == host and not is_running(beat.process_id, beat.process_started)
+    is_seen = (beat.host, beat.namespace) == (host, get_namespace())
+    is_gone = is_seen and not is_running(beat.process_id, beat.process_started)
     has_ended = beat.state != RUNNING or is_gone
     if age_s <= tolerance.get_limit_s(beat, has_ended=has_ended):
         return STARTING if has_ended else GOOD

@@ -22,7 +22,7 @@ from ..report import LoadReport
 from ..resuming import Resumed
 from ..retention import KeepAny, RetentionPolicy
 from ..rng import RngSnapshot
-from ..running import SAVING, RunGuard, Stop, Watching
+from ..running import LOADING, SAVING, RunGuard, Stop, Watching
 from ..save import get_run_id
 from ..verify_live import compare_with_checkpoint, require_verified
 from .adapters import ADAPTER_FILE, adapters_kept, check_adapter, is_adapter_of_fsdp1
@@ -92,6 +92,7 @@ class TrainingRun:
         run_on_each("checking the Trainer", lambda: self._check(trial))
         self._held.take(get_run_id())
         self.guard.begin(get_run_id(), self._held.attempt)
+        self.guard.enter(LOADING)
         order = Order(
             strict=self._options.strict,
             verifies=self._options.verify in READS_CHECKSUMS,
