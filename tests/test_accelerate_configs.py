@@ -108,7 +108,7 @@ def test_two_nodes_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
         arguments = _merge("fsdp2_2nodes.yaml", "--machine_rank", str(rank))
         launch.prepare_multi_gpu_env(arguments)
         assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("2", "8", rank)
-        assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("static", "10.0.0.1:29500")
+        assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("c10d", "10.0.0.1:29500")
 
 
 def _shard_with_config(environment: dict[str, str]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from .exits import EXIT_PREEMPTED, EXIT_SIGNAL, EXIT_UNHEALTHY, Preempted, Unhealthy
-from .heartbeat import Beat, list_beats
+from .exits import EXIT_PREEMPTED, EXIT_SIGNAL, EXIT_UNHEALTHY
+from .judging import Tolerance, judge_run
 from .launcher import OWN_STORE
 from .signals import REPEAT_S
 from .watchdog import tell
@@ -53,19 +53,18 @@ class _Supervisor:
         self._waiting: signal.Signals | None = None  # came before there was a launcher
 
     def run(self) -> int:
-        before = _find_run(list_beats(self._root))
+        before = judge_run(self._root, Tolerance()).run_id
         previous = {each: signal.signal(each, self._pass_on) for each in STOPPING}
         try:
-            self._start()
-            code = self._require_launcher().wait()
+            code = self._start().wait()
         finally:
             for each, handler in previous.items():
                 signal.signal(each, handler)
         return self._judge(code, before)
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         # In a session of its own: what is sent to a whole process group, as by Ctrl-C, reaches it once, from here.
-        self._launcher = subprocess.Popen(  # noqa: S603 - the command that the user gave
+        self._launcher = launcher = subprocess.Popen(  # noqa: S603 - the command that the user gave
             self._command,
             env=self._environment,
             start_new_session=True,
@@ -73,10 +72,7 @@ class _Supervisor:
         )
         if self._waiting is not None:
             self._pass_on(self._waiting, None)
-
-    def _require_launcher(self) -> subprocess.Popen[bytes]:
-        assert self._launcher is not None  # noqa: S101
-        return self._launcher
+        return launcher
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Ask the launcher to stop; again only if this is another request, and not the same on another way."""
@@ -89,14 +85,12 @@ class _Supervisor:
             self._launcher.send_signal(signal.SIGTERM)
 
     def _judge(self, code: int, before: str | None) -> int:
-        beats = list_beats(self._root)
-        run = _find_run(beats)
-        states = {beat.state for _, beat in beats if beat.run_id == run} if run != before else set()
         if code == 0:
             return 0
-        if Unhealthy.state in states:
+        health = judge_run(self._root, Tolerance())
+        if health.run_id != before and health.exit_code == EXIT_UNHEALTHY:
             return _say(EXIT_UNHEALTHY, "a health check failed; everything is saved")
-        if Preempted.state in states:
+        if health.run_id != before and health.exit_code == EXIT_PREEMPTED:
             return _say(EXIT_PREEMPTED, "the run was asked to stop; everything is saved")
         # Asked to stop before it had begun, too: a scheduler also asks so when another node has failed.
         return _say(code if code > 0 else EXIT_SIGNAL - code, "the run failed")
@@ -106,12 +100,6 @@ def _ignore_what_torchrun_dies_of() -> None:
     """The ranks install handlers of their own."""
     for each in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)
-
-
-def _find_run(beats: Sequence[tuple[Path, Beat]]) -> str | None:
-    """Return the id of the run that has begun last."""
-    newest = max((beat for _, beat in beats), key=lambda beat: (beat.attempt, beat.process_started), default=None)
-    return None if newest is None else newest.run_id
 
 
 def _say(code: int, text: str) -> int:
