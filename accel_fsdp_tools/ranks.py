@@ -89,7 +89,10 @@ class Channel:
 
     def __init__(self, name: str = "") -> None:
         # torchrun's agent keeps its store when it restarts the ranks in place, and with it the keys of those before.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # Where each start has a store of its own there are none, and agents count alone: that of a node which has
+        # come back says 0 where the others say 1.
+        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shares_store else "0"
         parts = ["accel_fsdp_tools", *([] if restart == "0" else [f"restart {restart}"]), *([name] if name else [])]
         self.series = "/".join(parts)
         self._owns_store = bool(name)

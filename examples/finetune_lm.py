@@ -20,11 +20,11 @@ import math
 import os
 import random
 import resource
-import signal
 import sysconfig
 from pathlib import Path
 from typing import Any
 
+import faults
 import numpy as np
 import torch
 import transformers
@@ -58,17 +58,27 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=64, help="tokens in a piece")
     parser.add_argument("--batch-size", type=int, default=2, help="pieces per rank and forward pass")
     parser.add_argument("--accumulate", type=int, default=2, help="forward passes per optimizer step")
+    parser.add_argument(
+        "--update-size",
+        type=int,
+        help="pieces per optimizer step on any number of ranks; sets --accumulate",
+    )
     parser.add_argument("--lr", type=float, help="highest learning rate (default: 1e-4, tiny: 1e-2)")
     parser.add_argument("--dropout", type=float, default=0.1, help="dropout of the attention weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=4, help="optimizer steps from checkpoint to checkpoint")
     parser.add_argument("--keep-last", type=int, default=2, help="checkpoints to keep")
+    parser.add_argument("--hang-limit", type=float, help="seconds that a step may take before its rank gives up")
     parser.add_argument(
-        "--kill-at-step", type=int, help="kill all ranks (SIGKILL) at this step of a run that started fresh"
+        "--health", help="command that fails on a node that is not healthy; run every --save-every steps"
     )
+    faults.add_arguments(parser)
     args = parser.parse_args()
-    if args.kill_at_step is not None and args.kill_at_step <= args.save_every:
-        parser.error("--kill-at-step must be greater than --save-every: with no checkpoint the next run starts fresh")
+    faults.check_arguments(parser, args, args.save_every)
+    if args.update_size:  # in place of ranks that are gone, those that are left accumulate more
+        args.accumulate, rest = divmod(args.update_size, args.batch_size * int(os.environ.get("WORLD_SIZE", 1)))
+        if rest or not args.accumulate:
+            parser.error("--update-size must be a multiple of --batch-size times the number of ranks")
     args.lr = args.lr or (1e-4 if args.model == "smollm2" else 1e-2)
     return args
 
@@ -217,6 +227,10 @@ def main() -> None:
         args.output_dir / "checkpoints",
         save_every=args.save_every,
         keep_last=args.keep_last,
+        elastic="exact" if args.update_size else "refuse",  # may the number of ranks change?
+        hang_limits=args.hang_limit,
+        health=args.health,
+        health_every=args.save_every,
         tokenizer=tokenizer,  # so that an export of a checkpoint needs nothing else
     ) as checkpointer:
         position = checkpointer.resume()  # (2) the newest good checkpoint, or a fresh start
@@ -224,7 +238,7 @@ def main() -> None:
         if not position.fresh:
             accelerator.print(position.report)  # what was restored, and whether exactly
         if accelerator.is_main_process:
-            append_line(log, event="start", step=position.step, fresh=position.fresh)
+            append_line(log, event="start", step=position.step, fresh=position.fresh, ranks=world_size)
 
         step, losses = position.step, []
         for epoch in range(position.epoch, epochs):  # (3)
@@ -233,6 +247,8 @@ def main() -> None:
                     break
                 with accelerator.accumulate(model):
                     loss = model(**batch).loss
+                    if position.fresh:
+                        faults.fail_one(args, step=step + 1)
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -249,9 +265,8 @@ def main() -> None:
                     accelerator.print(f"epoch {epoch}  step {step:>3}/{total_steps}  loss {mean:.4f}  lr {lr:.2e}")
                     if accelerator.is_main_process:
                         append_line(log, epoch=epoch, step=step, loss=mean, lr=lr)
-                    if position.fresh and step == args.kill_at_step:
-                        accelerator.wait_for_everyone()
-                        os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no last save
+                    if position.fresh:
+                        faults.kill_all(args, step=step)
                 checkpointer.step(loss=loss)  # (4) counts optimizer steps, saves every --save-every of them
 
         save_evidence(accelerator, model, optimizer, args.output_dir / "digests.json")

@@ -10,36 +10,38 @@ a tiny random Llama that reads bytes, the text what the Python standard library 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
+import faults
 import torch
 from finetune_lm import PROMPT, append_line, continue_text, make_dataset, make_tiny, save_evidence
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from accel_fsdp_tools import FSDPCheckpointCallback, enable_cpu_fsdp, latest_checkpoint
 
+SAVE_EVERY = 4
+
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train under FSDP with the HF Trainer, with exact resume.")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/trainer"), help="where everything goes")
     parser.add_argument("--samples", type=int, default=47, help="pieces of text to train on")
-    parser.add_argument(
-        "--kill-at-step", type=int, help="kill all ranks (SIGKILL) at this step of a run that started fresh"
-    )
-    return parser.parse_args()
+    parser.add_argument("--hang-limit", type=float, help="seconds that a step may take before its rank gives up")
+    faults.add_arguments(parser)
+    args = parser.parse_args()
+    faults.check_arguments(parser, args, SAVE_EVERY)
+    return args
 
 
 class Log(TrainerCallback):
-    """Writes a line per step, and dies when told to."""
+    """Writes a line per step, and fails when told to."""
 
-    def __init__(self, path: Path, kill_at_step: int | None) -> None:
-        self.path, self.kill_at_step = path, kill_at_step
+    def __init__(self, path: Path, options: argparse.Namespace) -> None:
+        self.path, self.options = path, options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.kill_at_step = self.kill_at_step if state.global_step == 0 else None
+        self.fresh = state.global_step == 0
         if state.is_world_process_zero:
             append_line(self.path, event="start", step=state.global_step, fresh=state.global_step == 0)
 
@@ -49,9 +51,12 @@ class Log(TrainerCallback):
         if state.is_world_process_zero:
             epoch, lr = int(state.epoch - 1e-9), logs["learning_rate"]
             append_line(self.path, epoch=epoch, step=state.global_step, loss=logs["loss"], lr=lr)
-        if state.global_step == self.kill_at_step:
-            torch.distributed.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no last save
+        if self.fresh:
+            faults.kill_all(self.options, step=state.global_step)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.fresh:
+            faults.fail_one(self.options, step=state.global_step + 1)
 
 
 def main() -> None:
@@ -69,7 +74,7 @@ def main() -> None:
         lr_scheduler_type="cosine",
         logging_steps=1,
         save_strategy="steps",
-        save_steps=4,
+        save_steps=SAVE_EVERY,
         save_total_limit=2,
         report_to=[],
         disable_tqdm=True,
@@ -77,13 +82,13 @@ def main() -> None:
     )
     set_seed(0)
     tokenizer, model = make_tiny(dropout=0.1)
-    callback = FSDPCheckpointCallback(export_to=args.output_dir / "model")  # (1)
+    callback = FSDPCheckpointCallback(export_to=args.output_dir / "model", hang_limits=args.hang_limit)  # (1)
     trainer = Trainer(
         model=model,
         args=training_args,
         train_dataset=make_dataset(tokenizer, args.samples, seq_length=64),
         processing_class=tokenizer,
-        callbacks=[callback, Log(args.output_dir / "log.jsonl", args.kill_at_step)],  # (2)
+        callbacks=[callback, Log(args.output_dir / "log.jsonl", args)],  # (2)
     )
     trainer.train(resume_from_checkpoint=latest_checkpoint(checkpoints))  # (3) None where there is none
 

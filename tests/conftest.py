@@ -1,4 +1,4 @@
-"""How many tests run beside each other: as many as there are cores in a whole run, one at a time in a part of it."""
+"""What tests of several modules share; and how many run beside each other, in a whole run as many as there are cores."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.launches import CONFIG, EXAMPLE, run_script
+
 _MOST_WORKERS = 8  # each holds a process with torch and one that ranks are forked from: about a gigabyte
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The `auto` of `-n auto`; 0 runs the tests in this process."""
+    """The `auto` of `-n auto`; 0, for a part of the tests, runs them in this process."""
     paths = [Path(argument.partition("::")[0]) for argument in config.args]
     if all(path.is_file() for path in paths):
         return 0
     num_cores = len(os.sched_getaffinity(0))
     return min(num_cores, _MOST_WORKERS) if num_cores > 1 else 0
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What examples/finetune_lm.py leaves when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run_script(*EXAMPLE, "--output-dir", folder, config=CONFIG, folder=tmp_path_factory.mktemp("ranks"))
+    return folder

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.harness import run_ranks
-from tests.launching import CONFIGS, merge_arguments, read_launch_environment
+from tests.launches import CONFIGS, merge_arguments, read_launch_environment
 
 NAMES = sorted(path.name for path in CONFIGS.iterdir())
 CPU_NAMES = [name for name in NAMES if name.endswith("_cpu.yaml")]
@@ -82,15 +82,23 @@ def test_launched_processes_build_the_plugin_that_was_meant(name: str, monkeypat
         assert plugin.reshard_after_forward is True
 
 
-def test_two_nodes_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("flags", "backend"), [([], "static"), (["--rdzv_backend", "c10d"], "c10d")])
+def test_two_nodes_meet_at_the_first(monkeypatch: pytest.MonkeyPatch, flags: list[str], backend: str) -> None:
     from accelerate.utils import launch
 
     monkeypatch.setattr(launch, "is_port_in_use", lambda port: False)
     for rank in (0, 1):
-        arguments = merge_arguments("fsdp2_2nodes.yaml", "--machine_rank", str(rank))
+        arguments = merge_arguments("fsdp2_2nodes.yaml", "--machine_rank", str(rank), *flags)
         launch.prepare_multi_gpu_env(arguments)
         assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("2", "8", rank)
-        assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("static", "10.0.0.1:29500")
+        assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == (backend, "10.0.0.1:29500")
+
+
+def test_a_rendezvous_that_stands_in_a_config_is_ignored(tmp_path: Path) -> None:
+    """By Accelerate 1.15. Once this fails, docs/restarts.md and fsdp2_2nodes.yaml can say it in the config."""
+    config = tmp_path / "config.yaml"
+    config.write_text((CONFIGS / "fsdp2_2nodes.yaml").read_text() + "rdzv_backend: c10d\n")
+    assert merge_arguments(str(config)).rdzv_backend == "static"
 
 
 def _shard_with_config(environment: dict[str, str]) -> dict[str, Any]:

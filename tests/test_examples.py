@@ -4,53 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launching import CONFIGS, ROOT, run_script
+from tests.launches import CONFIG, EXAMPLE, NUM_STEPS, ON_TWO_CPUS, compare, run, run_script
 
-CONFIG = "fsdp2_cpu.yaml"
-KILL_AT, LAST_CHECKPOINT, NUM_STEPS = 10, 8, 12
-
-
-def _run(*command: str | Path, timeout_s: float = 200.0) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-
-
-def _launch(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return _run("-m", "accelerate.commands.launch", "--config_file", CONFIGS / CONFIG, *command)
+KILL_AT, LAST_CHECKPOINT = 10, 8
 
 
 def _train(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return _launch("examples/finetune_lm.py", "--model", "tiny", "--output-dir", output, *options)
-
-
-def _compare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return _run("examples/compare_runs.py", *arguments)
+    return run(*ON_TWO_CPUS, *EXAMPLE, "--output-dir", output, *options)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(uninterrupted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `uninterrupted` and `interrupted`: the latter killed at step 10, then started again."""
     folder = tmp_path_factory.mktemp("runs")
-    reference = ["--model", "tiny", "--output-dir", folder / "uninterrupted"]
-    run_script("examples/finetune_lm.py", *reference, config=CONFIG, folder=tmp_path_factory.mktemp("ranks"))
-
+    (folder / "uninterrupted").symlink_to(uninterrupted)
     kill = ["--kill-at-step", str(KILL_AT)]
     killed = _train(folder / "interrupted", *kill)
     assert killed.returncode != 0
@@ -65,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_resumed_run_equals_the_uninterrupted_one(runs: Path, tmp_path: Path) -> None:
     plot = tmp_path / "plots" / "comparison.png"
-    result = _compare(runs / "uninterrupted", runs / "interrupted", "--plot", plot)
+    result = compare(runs / "uninterrupted", runs / "interrupted", "--plot", plot)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "identical, bit for bit" in result.stdout
     assert f"killed at step {KILL_AT}, resumed from the checkpoint of step {LAST_CHECKPOINT}" in result.stdout
@@ -73,7 +47,7 @@ def test_resumed_run_equals_the_uninterrupted_one(runs: Path, tmp_path: Path) ->
 
 
 def _train_with_trainer(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return _launch("examples/trainer_callback.py", "--output-dir", output, *options)
+    return run(*ON_TWO_CPUS, "examples/trainer_callback.py", "--output-dir", output, *options)
 
 
 @pytest.mark.matrix
@@ -84,7 +58,7 @@ def test_the_trainer_ends_the_same_killed_or_not(tmp_path: Path) -> None:
     resumed = _train_with_trainer(tmp_path / "killed", *kill)
     assert f"checkpoint-{LAST_CHECKPOINT} (step {LAST_CHECKPOINT}): exact" in resumed.stdout, resumed.stderr[-3000:]
     assert "as the model in training does" in resumed.stdout
-    result = _compare(tmp_path / "whole", tmp_path / "killed")
+    result = compare(tmp_path / "whole", tmp_path / "killed")
     assert "identical, bit for bit" in result.stdout
 
 
@@ -168,13 +142,13 @@ def test_comparison_names_the_smallest_difference(
     for name in ("log.jsonl", "digests.json"):
         shutil.copy(runs / "interrupted" / name, spoiled)
     spoil(spoiled)
-    result = _compare(runs / "uninterrupted", spoiled)
+    result = compare(runs / "uninterrupted", spoiled)
     assert result.returncode == 1
     assert named in result.stdout
     assert "DIFFERENT" in result.stdout
 
 
 def test_comparison_of_an_unfinished_run_is_refused(runs: Path, tmp_path: Path) -> None:
-    result = _compare(runs / "uninterrupted", tmp_path)
+    result = compare(runs / "uninterrupted", tmp_path)
     assert result.returncode == 2
     assert "have both reached their end?" in result.stderr

@@ -22,7 +22,7 @@ from typing import Any
 from .. import __version__
 from .exits import DIFFERENCE, FAILED, GOOD, INTERRUPTED, STALE, USAGE
 
-COMMANDS = ("verify", "export", "list", "prune", "pin", "health", "rehearse")
+COMMANDS = ("verify", "export", "list", "prune", "pin", "health", "supervise", "rehearse")
 
 _EXITS = (
     f"exit codes: {GOOD} good, {FAILED} failed, {USAGE} usage, {DIFFERENCE} verification found a difference, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,17 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from ..errors import AccelFsdpError
 from ..ownership import is_running
-from ..ranks import gather_all, get_rank, get_world_size, run_on_main
+from ..ranks import gather_all, get_rank, get_world_size, run_on_main, wait_for_ranks
 from .agreement import Agreement
 from .exits import Preempted, RunStopped, Unhealthy
 from .health import Health, HealthCheck, check_health
 from .heartbeat import FAILED, FINISHED, RUNNING, STOPPED, Beat, Heartbeat, clear_beats
+from .launcher import end_agent, explain_broken_restarts
 from .signals import DEFAULT_SIGNALS, SignalWatch, parse_signals
 from .watchdog import ENDING, FIRST_STEP, STEP, HangLimits, Watchdog, make_limits
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_S = 10.0
 _GO_ON, _PREEMPTED, _UNHEALTHY = 0, 1, 2  # the largest of all ranks' counts
 
 
@@ -48,10 +52,18 @@ class Watching:
 
 @dataclass(frozen=True)
 class Stop:
-    """What all ranks have agreed on: to save at this step, and leave."""
+    """What all ranks have agreed on: to save at this step, and leave.
+
+    Attributes:
+        kind: what is raised then.
+        reason: which ranks asked for it, and why.
+        ends_agent: torchrun's agent does not know, and would start all ranks anew. It knows of a SIGTERM: it sends one
+            when it ends the ranks, or begins again with more of them.
+    """
 
     kind: type[RunStopped]
     reason: str
+    ends_agent: bool = False
 
 
 class RunGuard:
@@ -90,6 +102,8 @@ class RunGuard:
         beat = Beat.begin(get_rank(), get_world_size(), run_id, attempt)
         before = run_on_main("clearing old heartbeats", lambda: clear_beats(self._root))
         if get_rank() == 0 and (text := _describe_end(before)):
+            logger.warning("%s", text)
+        if get_rank() == 0 and (text := explain_broken_restarts()):
             logger.warning("%s", text)
         on_host = [each for each in gather_all(beat, "getting to know the ranks") if each.host == beat.host]
         self._peers = [each for each in on_host if each.rank != beat.rank and each.namespace == beat.namespace]
@@ -176,15 +190,16 @@ class RunGuard:
             return None
         received = self._signals.received
         own = (socket.gethostname(), None if received is None else received.name, self._problem)
-        parts = []
+        parts, ends_agent = [], False
         for rank, (host, name, problem) in enumerate(gather_all(own, "stopping together")):
+            ends_agent |= problem is not None or name not in (None, signal.SIGTERM.name)
             told = problem if agreed == _UNHEALTHY else name and f"{name} came"
             if told:
                 parts.append(f"rank {rank} on {host}: {told}")
-        return Stop(Unhealthy if agreed == _UNHEALTHY else Preempted, "; ".join(parts))
+        return Stop(Unhealthy if agreed == _UNHEALTHY else Preempted, "; ".join(parts), ends_agent)
 
     def leave(self, stop: Stop, *, step: int, path: Path | None) -> NoReturn:
-        """Everything is saved: end this rank with the exit code for it. Every rank calls it.
+        """Everything is saved: end this rank with the exit code for it. Collective.
 
         Raises:
             Preempted, Unhealthy: always.
@@ -196,6 +211,12 @@ class RunGuard:
         self._signals.begin_to_leave(error.exit_code)
         self.enter(ENDING)
         self._left = error
+        if stop.ends_agent:
+            try:
+                wait_for_ranks("leaving together", timeout_s=_LEAVE_S)
+            except AccelFsdpError as missing:  # nothing is lost: all is saved
+                logger.warning("%s", missing)
+            end_agent()
         raise error
 
     # -- phases -------------------------------------------------------------------------------------------------
