@@ -1,4 +1,4 @@
-"""What tests of several modules share, and how many run beside each other: in a whole run as many as there are cores."""
+"""What tests of several modules share, and how many tests run beside each other: in a whole run as many as cores."""
 
 from __future__ import annotations
 
