@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import background, contract
 from .arguments import check_choice, check_positive, check_root, choose_policy, to_numbers
-from .assets import check_tokenizer
 from .errors import AccelFsdpError, UsageError
 from .export_live import export_model
 from .holding import HeldRoot
-from .load import VERIFY_MODES
 from .model_changes import ModelChanges, Rename
 from .permissions import Permissions
 from .position import Position, StepAndEpoch
-from .progress import check_data_resume
 from .progress import track as track_loaders
 from .ranks import run_on_each, run_on_main, wait_for_ranks
-from .resuming import ON_DAMAGE, Resumed
+from .resuming import Resumed
 from .retention import KeepBest, RetentionPolicy
 from .run_loads import RunLoads
 from .run_saves import RunSaves, SavePlan
@@ -137,19 +134,9 @@ class Checkpointer:
         health_timeout_s: float = 60.0,
     ) -> None:
         watching = Watching(on_signal, hang_limits, health, health_every, health_timeout_s)
-        check_positive("save_every", save_every, int)
-        check_positive("save_every_s", save_every_s, (int, float))
-        check_positive("max_resumes", max_resumes, int)
-        check_positive("timeout_s", timeout_s, (int, float))
         policy = choose_policy(keep_last, keep_every, keep_best, keep_every_s, retention)
-        check_choice("verify", verify, VERIFY_MODES)
-        check_choice("on_damage", on_damage, ON_DAMAGE)
         check_choice("when_busy", when_busy, ("wait", "skip"))
         self.root = check_root(root)
-        contract.check_setup(accelerator)
-        check_naming(accelerator, self.root / "any")
-        check_data_resume(data_resume)
-        check_tokenizer(tokenizer)
         self._accelerator, self._tokenizer, self._timeout_s = accelerator, tokenizer, timeout_s
         self._async_save, self._when_busy = async_save, when_busy
         permissions, objects = Permissions.make(strict=strict, elastic=elastic, allow=allow), tuple(allow_objects)
@@ -158,6 +145,8 @@ class Checkpointer:
         )
         plan = SavePlan(self.root, save_every, save_every_s, policy, verify, strict, tokenizer, timeout_s)
         self._saves = RunSaves(accelerator, plan)
+        contract.check_setup(accelerator)
+        check_naming(accelerator, self.root / "any")
         self._tracker = track_loaders(accelerator)
         self._tracker.train_index = self._tracker.find_train_loader(train_dataloader)
         self._counter = StepAndEpoch(self._tracker, self._tracker.train_index)
@@ -222,10 +211,7 @@ class Checkpointer:
             return self._saves.finish()
 
     def phase(self, name: str, *, limit_s: float | None = None) -> AbstractContextManager[None]:
-        """Let the watchdog wait longer for what is no step, and the heartbeats name it. Not collective.
-
-            with checkpointer.phase("evaluation"):
-                ...
+        """`with checkpointer.phase("evaluation")`: the watchdog waits longer, the heartbeats say so. Not collective.
 
         Args:
             name: what it is; saves, loads and exports name themselves.

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .load import READS_CHECKSUMS, load_checkpoint
+from .arguments import check_choice, check_positive
+from .load import READS_CHECKSUMS, VERIFY_MODES, load_checkpoint
 from .load_notes import LoadNotes
 from .manifest import has_manifest, read_manifest
 from .model_changes import ModelChanges
 from .permissions import Permissions
+from .progress import check_data_resume
 from .ranks import run_on_main
 from .report import LoadReport
-from .resuming import Resumed, load_newest
+from .resuming import ON_DAMAGE, Resumed, load_newest
 from .save import get_run_id
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunLoads:
-    """What a `Checkpointer` was given for its loads; see there."""
+    """What a `Checkpointer` was given for its loads; see there. Checked when made."""
 
     accelerator: Accelerator
     root: Path
@@ -34,6 +36,13 @@ class RunLoads:
     allow_objects: Sequence[str]
     data_resume: str
     timeout_s: float | None
+
+    def __post_init__(self) -> None:
+        check_choice("verify", self.verify, VERIFY_MODES)
+        check_choice("on_damage", self.on_damage, ON_DAMAGE)
+        check_positive("max_resumes", self.max_resumes, int)
+        check_positive("timeout_s", self.timeout_s, (int, float))
+        check_data_resume(self.data_resume)
 
     def load_newest(self, changes: ModelChanges | None) -> Resumed:
         """Load the newest whole checkpoint of the root, if there is one. Collective."""

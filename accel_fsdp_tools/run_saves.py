@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .arguments import check_positive
+from .assets import check_tokenizer
 from .background import PendingSave
 from .keeping import settle_checkpoint
 from .manifest import Lineage
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a `Checkpointer` was given for its saves; see there."""
+    """What a `Checkpointer` was given for its saves; see there. Checked when made."""
 
     root: Path
     every: int | None
@@ -36,6 +38,11 @@ class SavePlan:
     strict: bool
     tokenizer: Any
     timeout_s: float | None
+
+    def __post_init__(self) -> None:
+        check_positive("save_every", self.every, int)
+        check_positive("save_every_s", self.every_s, (int, float))
+        check_tokenizer(self.tokenizer)
 
 
 class RunSaves:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from accel_fsdp_tools.errors import AccelFsdpError
+from accel_fsdp_tools.manifest import read_manifest
 from accel_fsdp_tools.running import HangLimits, Preempted, Unhealthy
 from accel_fsdp_tools.running.heartbeat import list_beats
 from accel_fsdp_tools.running.judging import Tolerance, judge_run
@@ -79,6 +80,39 @@ def _resume(tmp_path: Path, name: str, setup: Setup = SETUP) -> list[Log]:
     return run_ranks(_train, str(tmp_path / "root"), setup, perturb=True, folder=tmp_path / name)
 
 
+def _exchange() -> dict[str, list[int]]:
+    import torch.distributed as dist
+
+    from accel_fsdp_tools import ranks
+    from accel_fsdp_tools.running import agreement as module
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    agreement = module.Agreement()
+    seen = {"short steps": [agreement.exchange(5 if (rank, step) == (1, 2) else 0) for step in range(5)]}
+    seen["asked"] = [agreement.ask(rank), agreement.ask(0)]
+    module.LONG_STEP_S = 0.5
+    time.sleep(0.6 if rank == 1 else 0)  # one rank's step is long: both wait from the next on
+    first = [agreement.exchange(0)]
+    time.sleep(0.6 if rank == 1 else 0)
+    seen["long steps"] = first + [agreement.exchange(7 if (rank, step) == (0, 1) else 0) for step in range(2)]
+    agreement.exchange(9)
+    ranks._main._close_group()  # as after a rank has stalled, which all have been told
+    seen["broken"] = [agreement.exchange(0) for _ in range(3)]
+    agreement.close(wait=True)
+    return seen
+
+
+def test_ranks_agree_one_step_later_or_at_once(tmp_path: Path) -> None:
+    for seen in run_ranks(_exchange, folder=tmp_path / "r"):
+        assert seen == {
+            "short steps": [0, 0, 0, 5, 0],
+            "asked": [1, 0],
+            "long steps": [0, 0, 7],
+            "broken": [0, 0, 0],
+        }
+
+
 @pytest.mark.parametrize(
     ("signals", "is_async"),
     [({1: 4}, False), ({0: 4, 1: 7}, True)],
@@ -111,6 +145,7 @@ def test_a_signal_in_a_save_ends_the_run_with_that_save(tmp_path: Path) -> None:
     errors = _require(_run(tmp_path, "r1", setup, at_point=(1, "save.checksums")), Preempted)
     assert [each.step for each in errors] == [3, 3]
     assert read_root(tmp_path / "root") == ["step_00000003"]
+    assert read_manifest(tmp_path / "root" / "step_00000003").lineage.parent_id is None, "it was saved once"
 
 
 def _resume_and_signal(root: str, *, fresh: bool) -> str:
@@ -133,7 +168,7 @@ def _resume_and_signal(root: str, *, fresh: bool) -> str:
 
 def test_a_signal_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
     texts = run_ranks(_resume_and_signal, str(tmp_path / "root"), fresh=True, folder=tmp_path / "r1")
-    assert all("rank 1 on" in text and "SIGUSR1 came; nothing was trained" in text for text in texts)
+    assert all("rank 1 on" in text and "SIGUSR1 came; nothing was trained since the load" in text for text in texts)
     assert read_root(tmp_path / "root") == []
 
 

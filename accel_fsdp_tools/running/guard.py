@@ -204,7 +204,7 @@ class RunGuard:
         Raises:
             Preempted, Unhealthy: always.
         """
-        saved = f"saved {path}" if path is not None else "nothing was trained, so nothing is saved"
+        saved = f"saved {path}" if path is not None else "nothing was trained since the load, so nothing is saved"
         error = stop.kind(f"{stop.reason}; {saved}; ends with exit code {stop.kind.exit_code}", step=step, path=path)
         if get_rank() == 0:
             logger.warning("%s", error)

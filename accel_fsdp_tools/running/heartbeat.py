@@ -149,12 +149,24 @@ def clear_beats(root: Path) -> list[Beat]:
     return beats
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What changes while a run goes on; see `Beat`."""
+
+    phase: str
+    limit_s: float | None
+    state: str = RUNNING
+    note: str = ""
+
+
 class Heartbeat:
     """Writes the heartbeats of this rank, from its making to `finish`. Not collective."""
 
     def __init__(self, root: Path, beat: Beat) -> None:
         self._path = get_directory(root) / f"rank_{beat.rank:05d}.json"
-        self._beat = beat
+        self._first = beat
+        # Each is replaced as a whole, by the training: the thread never sees half of a change.
+        self._told, self._progress = _Told(beat.phase, beat.limit_s), (beat.step, beat.progress_at)
         self._wake, self._stop = threading.Event(), threading.Event()
         self._has_failed = False
         self._thread = threading.Thread(target=self._work, name="accel-fsdp-beats", daemon=True)
@@ -164,23 +176,24 @@ class Heartbeat:
     @property
     def beat(self) -> Beat:
         """What was said last."""
-        return self._beat
+        step, when = self._progress
+        return dataclasses.replace(self._first, **dataclasses.asdict(self._told), step=step, progress_at=when)
 
     def tell_step(self, step: int) -> None:
         """An update was made."""
-        self._beat = dataclasses.replace(self._beat, step=step, progress_at=time.time())
+        self._progress = (step, time.time())
 
     def tell_phase(self, phase: str, limit_s: float | None) -> None:
-        """Another phase begins; written at once."""
-        if (phase, limit_s) == (self._beat.phase, self._beat.limit_s):
-            self._beat = dataclasses.replace(self._beat, progress_at=time.time())
-            return
-        self._beat = dataclasses.replace(self._beat, phase=phase, limit_s=limit_s, progress_at=time.time())
-        self._wake.set()
+        """This phase begins, or makes progress; another one is written at once."""
+        self._progress = (self._progress[0], time.time())
+        if (phase, limit_s) != (self._told.phase, self._told.limit_s):
+            self._told = _Told(phase, limit_s)
+            self._wake.set()
 
     def finish(self, state: str, note: str = "", *, timeout_s: float = _LAST_WRITE_S) -> None:
         """The run is over on this rank: write that, and stop. Waits at most `timeout_s` for the storage."""
-        self._beat = dataclasses.replace(self._beat, state=state, note=note, progress_at=time.time())
+        self._told = dataclasses.replace(self._told, state=state, note=note)
+        self._progress = (self._progress[0], time.time())
         self._stop.set()
         self._wake.set()
         self._thread.join(timeout_s)
@@ -190,8 +203,8 @@ class Heartbeat:
         while True:
             is_last = self._stop.is_set()
             self._wake.clear()
-            beat = self._beat
-            if beat is not written:
+            beat = self.beat
+            if beat != written:
                 self._write(beat)
                 written = beat
             if is_last:

@@ -65,8 +65,9 @@ def check_trainer(trainer: Trainer) -> None:
         )
     if args.enable_jit_checkpoint:
         raise UsageError(
-            "enable_jit_checkpoint=True lets each rank decide by itself when to save after a SIGTERM, so that ranks "
-            "which hear of it at different steps wait for each other for ever, and what it saves is not completed. "
+            "enable_jit_checkpoint=True lets each rank decide by itself when to save after a SIGTERM: where they do so "
+            "at different steps, the collectives of a save meet those of the training, and the run crashes or hangs; "
+            "and what it saves is not completed. "
             "FSDPCheckpointCallback does that for all ranks at the same step (on_signal=): leave it False."
         )
     if args.save_on_each_node:
