@@ -142,7 +142,7 @@ class FakeSlurm:
         """What `scancel` does to the job's state."""
         (self.folder / "state").write_text("COMPLETING")
 
-    def wait(self, job: subprocess.Popen[str], timeout_s: float = 150.0) -> Ended:
+    def wait(self, job: subprocess.Popen[str], timeout_s: float = 300.0) -> Ended:
         """Wait for the job's end; a job that is started next is its restart."""
         try:
             output, _ = job.communicate(timeout=timeout_s)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from accel_fsdp_tools.running.heartbeat import list_beats
 from tests.harness import find_free_port
 from tests.launches import (
     EXAMPLE,
@@ -26,6 +28,7 @@ from tests.launches import (
 )
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.timeout(900)
 LONG = ["--steps", "150", "--save-every", "20", "--samples", "400"]
 
 
@@ -97,7 +100,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _wait(processes: list[subprocess.Popen[str]], timeout_s: float = 150.0) -> list[int]:
+def _wait(processes: list[subprocess.Popen[str]], timeout_s: float = 300.0) -> list[int]:
     return [process.wait(timeout_s) for process in processes]
 
 
@@ -142,9 +145,9 @@ def _read_losses(output: Path) -> list[dict[int, float]]:
 
 
 def _assert_same_samples(expected: dict[int, float], actual: dict[int, float]) -> None:
-    """Sums over other ranks round differently; other samples would be off in the second digit."""
+    """Sums over other ranks round differently, which grows; with other samples the second digit would be another."""
     assert actual
-    assert all(math.isclose(actual[step], expected[step], rel_tol=1e-4) for step in actual if step in expected)
+    assert all(math.isclose(actual[step], expected[step], rel_tol=1e-3) for step in actual if step in expected)
 
 
 def test_fewer_ranks_go_on_with_the_same_samples(tmp_path: Path) -> None:
@@ -164,7 +167,7 @@ def test_fewer_ranks_go_on_with_the_same_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nodes", [{"elastic": True}], indirect=True)
 def test_nodes_that_go_and_come_change_the_number_of_ranks(nodes: Nodes, tmp_path: Path) -> None:
     """torchrun goes on with the node that is left, and takes in one that comes; nobody starts anything by hand."""
-    options = ["--steps", "900", "--save-every", "20", "--samples", "400", "--update-size", "8", "--dropout", "0"]
+    options = [*LONG, "--update-size", "8", "--dropout", "0"]
     result = run(*ON_TWO_CPUS, *EXAMPLE, "--output-dir", tmp_path / "whole", *options)
     assert result.returncode == 0, result.stderr[-3000:]
     (expected,) = _read_losses(tmp_path / "whole")
@@ -173,12 +176,24 @@ def test_nodes_that_go_and_come_change_the_number_of_ranks(nodes: Nodes, tmp_pat
     wait_for_step(output, 30)
     kill_node(launchers[1])
     launchers[1].wait(30)
-    wait_for_step(output, 100)
+    wait_for_step(output, 50)  # from step 20 on by one rank
+    ((_, beat),) = list_beats(output / "checkpoints")
+    rank = psutil.Process(beat.process_id)
+    rank.suspend()  # or it would have done all before the other node is there
     launchers[1] = nodes.start(1, output, *options)
+    _wait_for_text(nodes.folder / "node_0.log", f"Sending process {beat.process_id} closing signal SIGTERM")
+    rank.resume()
     assert _wait(launchers) == [0, 0], nodes.read_logs()
     assert read_starts(output, "ranks") == [2, 1, 2]
     losses = _read_losses(output)
     for each in losses:
-        _assert_same_samples(expected, {step: loss for step, loss in each.items() if step <= 130})
-    # The ranks that torchrun ended in order to take the node in had saved, so no step was lost.
+        _assert_same_samples(expected, each)
+    # The rank that torchrun has ended, to take the node in, has saved: no step was lost.
     assert max(losses[1]) == read_starts(output)[2]
+
+
+def _wait_for_text(path: Path, text: str, timeout_s: float = 100.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while text not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()[-3000:]
+        time.sleep(0.1)

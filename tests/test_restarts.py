@@ -29,6 +29,7 @@ from tests.launches import (
     wait_for_step,
 )
 
+pytestmark = pytest.mark.timeout(900)
 FAIL_AT, LAST_CHECKPOINT = 10, 8
 RESTARTS = ("--max_restarts", "3")
 
@@ -136,7 +137,7 @@ def test_a_signal_to_the_supervisor_is_one_to_the_run(tmp_path: Path, number: si
     process = start(*SUPERVISE, tmp_path / "run" / "checkpoints", "--", *launch, PET_STANDALONE="1")
     wait_for_step(tmp_path / "run", 5)
     process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=200)
     assert process.returncode == 75, error[-3000:]
     assert len(read_starts(tmp_path / "run")) == 1
 

@@ -13,7 +13,7 @@ import pytest
 from tests.fake_slurm import FakeSlurm
 from tests.launches import EXAMPLE, ON_TWO_CPUS, ROOT, assert_identical, compare, read_starts, run, wait_for_step
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+pytestmark = pytest.mark.timeout(900)
 SCRIPTS = sorted((ROOT / "examples" / "slurm").iterdir())
 LONG = ["--steps", "120", "--save-every", "100", "--samples", "400"]  # long enough to be signalled in between
 
