@@ -103,6 +103,14 @@ def explain_error(error: Record) -> Cause:
             "Take out the script's skip_first_batches: after resume() the prepared loader goes on by itself.",
             said,
         )
+    if kind == "CallOrderError" and "not told to resume" in " ".join(message.split()):
+        return Cause(
+            "never-resumes",
+            "the script did not ask for a resume, which the package refuses where an earlier run's checkpoints are",
+            "trainer.train(resume_from_checkpoint=latest_checkpoint(output_dir)), with latest_checkpoint of this "
+            "package: get_last_checkpoint of transformers looks into the script's own folder, not the rehearsal's.",
+            said,
+        )
     if kind == "MismatchError" and "elastic" in message:
         return Cause(
             "elastic-refused",
