@@ -88,9 +88,11 @@ def build_config(kind: str, num_params: float) -> Any:
 
 
 def describe(folder: Path, options: argparse.Namespace) -> None:
-    """Write the model's config, and names and shapes as it has them in memory."""
+    """Write the model's config, names and shapes as it has them in memory, and what an export has to know of it."""
     import torch
     from transformers import AutoModelForCausalLM
+
+    from accel_fsdp_tools.describing import describe_architecture
 
     config = build_config(options.model, options.params * 1e9)
     config.architectures = ["MixtralForCausalLM" if options.model == "moe" else "LlamaForCausalLM"]
@@ -99,6 +101,7 @@ def describe(folder: Path, options: argparse.Namespace) -> None:
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     (folder / "shapes.json").write_text(json.dumps(shapes))
+    (folder / "architecture.json").write_text(json.dumps(describe_architecture(model).to_dict()))
 
 
 def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
@@ -152,7 +155,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def write_manifest_of(folder: Path) -> None:
     """Record what a save with this package records, as far as an export looks at it."""
-    from accel_fsdp_tools.export.foreign import describe_from_config
+    from accel_fsdp_tools.architecture import ArchitectureFacts
     from accel_fsdp_tools.fingerprint import combine, fingerprint_bytes
     from accel_fsdp_tools.formats.reading import read_blocks
     from accel_fsdp_tools.manifest import (
@@ -171,7 +174,7 @@ def write_manifest_of(folder: Path) -> None:
         blocks = ((part, block) for whole in tensor.parts for part, block in read_blocks(tensor, whole))
         return str(combine(fingerprint_bytes(block, tensor.dtype, part, tensor.shape) for part, block in blocks))
 
-    architecture = describe_from_config(folder / "config")
+    architecture = ArchitectureFacts.from_dict(json.loads((folder / "architecture.json").read_text()))
     checkpoint = folder / OURS
     found = open_checkpoint(checkpoint / MODEL_DIRECTORY).model.tensors
     tensors = tuple(
