@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+# One thread each, before anything imports torch: with as many workers as cores, more of them only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 _MOST_WORKERS = 8  # each holds a process with torch and one that ranks are forked from: about a gigabyte
 
 
