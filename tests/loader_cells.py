@@ -25,7 +25,10 @@ from tests.loader_kinds import (
 )
 from tests.stream_kinds import EpochStream, IteratorStream, NoisyStream, ShuffledStream, StatefulStream, make_hf_loader
 
-NUM_ITEMS = 21
+# Of the last update 5 samples are left, which 2 and 3 ranks complete alike, also where one of them reads for all.
+NUM_ITEMS, NUM_DRAWN = 23, 17
+BATCH_SIZE, NUM_RANKS = 3, 2
+OTHER_BATCH_SIZE, OTHER_NUM_RANKS = 2, 3
 _LENGTHS = [1 + (7 * i) % 10 for i in range(NUM_ITEMS)]
 
 
@@ -75,7 +78,16 @@ class StatefulSampler(HiddenTorchSampler):
 
 
 def _sampled(make: Callable[[int], Any]) -> Callable[..., DataLoader]:
-    return lambda seed, **options: DataLoader(NoisyDataset(NUM_ITEMS), batch_size=3, sampler=make(seed), **options)
+    return lambda seed, **options: _load(sampler=make(seed), **options)
+
+
+def _load(dataset: Any = None, **options: Any) -> DataLoader:
+    return DataLoader(dataset or NoisyDataset(NUM_ITEMS), **{"batch_size": BATCH_SIZE, **options})
+
+
+def _load_buckets(seed: int, batch_size: int = BATCH_SIZE, **options: Any) -> DataLoader:
+    sampler = BucketBatchSampler(NUM_ITEMS, batch_size, seed)
+    return DataLoader(NoisyDataset(NUM_ITEMS), batch_sampler=sampler, **options)
 
 
 def _seed(seed: int) -> torch.Generator:
@@ -83,11 +95,11 @@ def _seed(seed: int) -> torch.Generator:
 
 
 SAMPLERS: dict[str, Callable[..., DataLoader]] = {
-    "shuffle=True": lambda seed, **o: DataLoader(NoisyDataset(NUM_ITEMS), batch_size=3, shuffle=True, **o),
-    "seedable": lambda seed, **o: DataLoader(NoisyDataset(NUM_ITEMS), batch_size=3, shuffle=True, **o),
-    "sequential": lambda seed, **o: DataLoader(NoisyDataset(NUM_ITEMS), batch_size=3, **o),
-    "weighted": _sampled(lambda seed: WeightedRandomSampler([1.0 + i % 5 for i in range(NUM_ITEMS)], 19)),
-    "subset": _sampled(lambda seed: SubsetRandomSampler(range(2, NUM_ITEMS))),
+    "shuffle=True": lambda seed, **o: _load(shuffle=True, **o),
+    "seedable": lambda seed, **o: _load(shuffle=True, **o),
+    "sequential": lambda seed, **o: _load(**o),
+    "weighted": _sampled(lambda seed: WeightedRandomSampler([1.0 + i % 5 for i in range(NUM_ITEMS)], NUM_DRAWN)),
+    "subset": _sampled(lambda seed: SubsetRandomSampler(range(NUM_ITEMS - NUM_DRAWN, NUM_ITEMS))),
     "`DistributedSampler`": _sampled(
         lambda seed: DistributedSampler(NoisyDataset(NUM_ITEMS), num_replicas=1, rank=0, seed=4)
     ),
@@ -97,10 +109,8 @@ SAMPLERS: dict[str, Callable[..., DataLoader]] = {
     "python generator, in place": _sampled(lambda seed: InPlaceSampler(NUM_ITEMS, seed)),
     "with `state_dict`": _sampled(lambda seed: StatefulSampler(NUM_ITEMS, seed)),
     "infinite": _sampled(lambda seed: InfiniteSampler(NUM_ITEMS, seed)),
-    "`BatchSampler` subclass": lambda seed, **o: DataLoader(
-        NoisyDataset(NUM_ITEMS), batch_sampler=BucketBatchSampler(NUM_ITEMS, 3, seed), **o
-    ),
-    "dataset with `set_epoch`": lambda seed, **o: DataLoader(EpochDataset(NUM_ITEMS), batch_size=3, shuffle=True, **o),
+    "`BatchSampler` subclass": _load_buckets,
+    "dataset with `set_epoch`": lambda seed, **o: _load(EpochDataset(NUM_ITEMS), shuffle=True, **o),
 }
 
 _DELIVERIES: dict[str, dict[str, Any]] = {
@@ -119,7 +129,7 @@ _WORKERS: dict[str, dict[str, Any]] = {
 
 
 def _streamed(cls: Any, *args: Any) -> Callable[..., DataLoader]:
-    return lambda seed, **o: DataLoader(cls(NUM_ITEMS, *([seed] * len(args))), batch_size=3, **o)
+    return lambda seed, **o: DataLoader(cls(NUM_ITEMS, *([seed] * len(args))), batch_size=BATCH_SIZE, **o)
 
 
 STREAMS: dict[str, Callable[..., DataLoader]] = {
@@ -153,6 +163,15 @@ class Cell:
 
     @property
     def kind(self) -> Kind:
+        """The loader on `NUM_RANKS` ranks."""
+        return self._make_kind({})
+
+    @property
+    def other_kind(self) -> Kind:
+        """The loader on `OTHER_NUM_RANKS` ranks, with as many samples per batch of all ranks."""
+        return self._make_kind({} if self.is_stream else {"batch_size": OTHER_BATCH_SIZE})
+
+    def _make_kind(self, more: dict[str, Any]) -> Kind:
         make = (STREAMS if self.is_stream else SAMPLERS)[self.source]
         options = _WORKERS[self.workers]
         config = dict(_DELIVERIES[self.delivery])
@@ -160,7 +179,7 @@ class Cell:
             config["use_seedable_sampler"] = True
         is_stateful = "stateful" in self.delivery
         return Kind(
-            lambda seed: make(seed, **options),
+            lambda seed: make(seed, **options, **more),
             config,
             break_after=3 if self.source == "infinite" else None,
             num_epochs=2,

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from accel_fsdp_tools.progress import LoaderOutcome, track
+from accel_fsdp_tools.errors import DataProgressError
+from accel_fsdp_tools.progress import Change, LoaderOutcome, track
 from accel_fsdp_tools.rank_state import read_rank_state, write_rank_state
-from accel_fsdp_tools.rng import RngSnapshot
+from accel_fsdp_tools.rng import RngSnapshot, derive
 
 
 class NoisyDataset(Dataset):
@@ -307,6 +308,26 @@ class Program:
         position = self.tracker.loaders[0]
         self.first_epoch, self.first_batch = position.epoch, position.batch
         return int(state.extra["num_events"])
+
+    def load_from(self, folder: Path, num_ranks: int) -> None:
+        """Restore what another number of ranks has saved."""
+        assert self.tracker is not None
+        states = [read_rank_state(folder, rank) for rank in range(num_ranks)]
+        own = states[self.rank] if self.rank < num_ranks else None
+        carried = self.tracker.carry(
+            states[0].loaders,
+            None if own is None else own.loaders,
+            [self.tracker.make_briefs(state.loaders, rank) for rank, state in enumerate(states)],
+            change=Change("exact", (), 1, 1, num_ranks, self.accelerator.num_processes),
+            rank=self.rank,
+        )
+        problems = [each.problem for each in carried if each.problem is not None]
+        if problems:
+            raise DataProgressError("; ".join(problems))
+        self.outcomes = self.tracker.restore([each.record for each in carried], data_resume=self.kind.data_resume)
+        (derive(states[0].rng, self.rank) if own is None else own.rng).restore()
+        position = self.tracker.loaders[0]
+        self.first_epoch, self.first_batch = position.epoch, position.batch
 
     def record(self, *event: Any) -> None:
         self.log.append((*event, digest_rng()))

@@ -22,6 +22,8 @@ def _shard(order: list[int], setting: Setting) -> list[list[list[int]]]:
     """The batches of every process in one epoch, dealt out by Accelerate itself (which leaves one process alone)."""
     batches = BatchSampler(order, setting["batch_size"], setting["drop_last"])
     count = setting["num_processes"]
+    if setting["is_dispatched"]:
+        return _dispatch(list(batches), setting)
     if count == 1 and not setting["is_filled_alone"]:
         return [[list(batch) for batch in batches]]
     return [
@@ -39,6 +41,24 @@ def _shard(order: list[int], setting: Setting) -> list[list[list[int]]]:
     ]
 
 
+def _dispatch(batches: list[list[int]], setting: Setting) -> list[list[list[int]]]:
+    """What `DataLoaderDispatcher.__iter__` does, without its broadcasts."""
+    count = setting["num_processes"]
+    size = 1 if setting["split_batches"] else count
+    groups = [batches[start : start + size] for start in range(0, len(batches), size)]
+    if setting["drop_last"] and groups and len(groups[-1]) < size:
+        groups.pop()
+    wholes = [[sample for batch in group for sample in batch] for group in groups]
+    shards: list[list[list[int]]] = [[] for _ in range(count)]
+    for number, whole in enumerate(wholes):
+        each = len(whole) // count
+        if number == len(wholes) - 1 and not setting["drop_last"] and len(whole) % count:
+            whole, each = whole + wholes[0][:count], each + 1
+        for process, shard in enumerate(shards):
+            shard.append(whole[process * each : (process + 1) * each])
+    return shards
+
+
 def _list_updates(order: list[int], setting: Setting) -> list[list[tuple[int, float]]]:
     """Every update of an epoch: its samples, sorted, each with its weight in the gradient.
 
@@ -51,14 +71,14 @@ def _list_updates(order: list[int], setting: Setting) -> list[list[tuple[int, fl
         if number % accumulation == 0:
             updates.append([])
         for batches in shards:
-            if number < len(batches):
+            if number < len(batches) and batches[number]:
                 weight = 1 / (len(batches[number]) * len(shards) * accumulation)
                 updates[-1].extend((sample, weight) for sample in batches[number])
     return [sorted(update) for update in updates]
 
 
 def _make_contract(num_samples: int, setting: Setting) -> dict[str, Any]:
-    is_sharded = setting["num_processes"] > 1 or setting["is_filled_alone"]
+    is_sharded = (setting["num_processes"] > 1 or setting["is_filled_alone"]) and not setting["is_dispatched"]
     return {
         "batch_sampler": PLAIN_BATCH_SAMPLER,
         "dataset_length": num_samples,
@@ -80,16 +100,20 @@ def _draw_setting(draw: Any) -> Setting:
         "drop_last": draw(st.booleans()),
         "even_batches": draw(st.sampled_from([True, True, False])),
         "is_filled_alone": draw(st.booleans()),
+        "is_dispatched": draw(st.booleans()),
     }
 
 
 def _make_shape(num_samples: int, setting: Setting) -> EpochShape:
-    shape = EpochShape.from_contract(_make_contract(num_samples, setting), setting["accumulation"])
+    shape = EpochShape.from_contract(
+        _make_contract(num_samples, setting), setting["accumulation"], is_dispatched=setting["is_dispatched"]
+    )
+    assume(shape is not None or not setting["is_dispatched"])  # fewer samples than processes
     assert shape is not None
     return shape
 
 
-BASE = {"split_batches": False, "drop_last": False, "even_batches": True, "is_filled_alone": False}
+BASE = dict.fromkeys(("split_batches", "drop_last", "is_filled_alone", "is_dispatched"), False) | {"even_batches": True}
 
 
 def _is_even(shards: list[list[list[int]]]) -> bool:
@@ -103,7 +127,8 @@ def test_the_shape_of_an_epoch_is_that_of_accelerate(num_samples: int, setting: 
     shards = _shard(list(range(num_samples)), setting)
     assert sum(len(batch) for batches in shards for batch in batches) == shape.num_dealt
     assert max(len(batches) for batches in shards) == shape.num_micro
-    assert shape.num_short == 0 or not _is_even(shards) or len(shards) == 1 or setting["split_batches"]
+    is_cut_anyhow = setting["split_batches"] or setting["is_dispatched"]
+    assert shape.num_short == 0 or not _is_even(shards) or len(shards) == 1 or is_cut_anyhow
 
 
 def _change(setting: Setting, num_processes: int, accumulation: int) -> Setting:
@@ -181,6 +206,7 @@ def test_anything_goes_on_without_a_gap(num_samples: int, before: Setting, now: 
 @given(st.integers(1, 60), _draw_setting(), st.integers(0, 99))
 def test_an_order_is_dealt_out_as_accelerate_does(num_samples: int, setting: Setting, seed: int) -> None:
     order = random.Random(seed).sample(range(num_samples), num_samples)
+    setting = {**setting, "is_dispatched": False}
     shards = _shard(order, setting)
     num_micro = max(0, num_samples // _make_shape(num_samples, setting).per_micro)
     dealing = Dealing.from_contract(_make_contract(num_samples, setting), "sample")

@@ -101,6 +101,8 @@ def _set(num_ranks: int, batch_size: int, accumulation: int, num_items: int = 37
     return num_ranks, Setup(batch_size=batch_size, accumulation=accumulation, num_items=num_items, **options)
 
 
+READ_BY_ONE = {"dispatch": True, "seedable": True}
+STATEFUL = {**READ_BY_ONE, "stateful": True}
 CASES = {
     # 37 items are 3 whole updates and one that is filled up to 12 - or, with accumulation 2, to 6.
     "to-more": (_set(2, 6, 1), _set(3, 4, 1), 5),
@@ -110,8 +112,23 @@ CASES = {
     "replicas": (_set(4, 3, 1, mesh=(2, 2, 1)), _set(2, 6, 1), 5),
     "tensor-parallel": (_set(4, 6, 1, mesh=(1, 2, 2)), _set(3, 4, 1), 5),
     "seedable": (_set(2, 2, 3, 41, seedable=True), _set(4, 1, 3, 41, seedable=True), 5),
+    # The last update has 6 samples, which both numbers of ranks divide.
+    "dispatched": (_set(2, 6, 1, 42, **READ_BY_ONE), _set(3, 4, 1, 42, **READ_BY_ONE), 6),
+    # The last update has 11 samples and the epoch's first one, which only the ranks of the save have read.
+    "dispatched-completed": (_set(2, 6, 1, 35, **READ_BY_ONE), _set(3, 4, 1, 35, **READ_BY_ONE), 2),
+    "stateful": (_set(2, 6, 1, stateful=True), _set(3, 4, 1, stateful=True), 5),
+    "stateful-dispatched": (_set(3, 2, 2, 36, **STATEFUL), _set(2, 3, 2, 36, **STATEFUL), 2),
 }
-COVERED = ("accumulated-instead", "at-an-epochs-end", "seedable", "replicas", "tensor-parallel")
+COVERED = (
+    "accumulated-instead",
+    "at-an-epochs-end",
+    "seedable",
+    "replicas",
+    "tensor-parallel",
+    "dispatched",
+    "stateful",
+    "stateful-dispatched",
+)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +224,32 @@ def test_refused_with_both_numbers_or_allowed(tmp_path: Path, path: str) -> None
     assert len({repr(drawn) for _, _, (_, drawn, _) in loaded}) == 3
     assert len({step for _, _, (step, _, _) in loaded}) == 1
     assert [values for _, _, (_, _, values) in loaded] == [[5, 10], [5, 11], [5, 10]]
+
+
+def test_an_order_of_rank_0s_global_generator_is_kept_for_the_epoch_alone(tmp_path: Path) -> None:
+    """What training draws between two epochs depends on the number of ranks, and the next order comes from there."""
+    setup, other = (
+        Setup(batch_size=6, accumulation=1, dispatch=True),
+        Setup(batch_size=3, accumulation=1, dispatch=True),
+    )
+    root = str(tmp_path / "c")
+    whole = run_ranks(_train, root, setup, save_at=5, folder=tmp_path / "r0")
+    attempts: list[dict[str, Any]] = [{"elastic": "exact"}, {"elastic": "allow"}]
+    loaded = run_ranks(_attempt, f"{root}/step_00000005", other, attempts, world_size=4, folder=tmp_path / "r1")
+    for errors, report, _ in loaded:
+        assert len(errors) == 1
+        assert "its last update is another" in errors[0]
+        assert report.data.status.value == "approximate"
+        assert "this epoch goes on in its order, later ones are in others" in str(report)
+        assert "drawn from the global random generator" in str(report)
+    resumed = run_ranks(_train, root, other, elastic="allow", seed=9, world_size=4, folder=tmp_path / "r2")
+    expected, actual = _merge(whole), _merge(resumed)
+    assert [actual[6], actual[7]] == [expected[6], expected[7]]
+    # One sample is left for the last update: two ranks complete it with one of the epoch's first, four with three.
+    assert (len(expected[8]), len(actual[8])) == (2, 4)
+    assert set(expected[8]) <= set(actual[8]) <= {*expected[8], *expected[5]}
+    assert {sample for step in range(9, 13) for sample in actual[step]} == set(range(37))
+    assert max(actual) == 12
 
 
 def test_other_settings_are_refused_unless_they_are_named(tmp_path: Path, path: str) -> None:

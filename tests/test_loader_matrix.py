@@ -1,5 +1,7 @@
 """The matrix of loaders: what is said to be exact is, bit for bit; what is said to be approximate keeps the ids.
 
+On another number of ranks the samples of every batch of all ranks together are compared.
+
 By default a sample in which the columns meet pairwise. `pytest -m matrix tests/test_loader_matrix.py` runs all and
 writes `docs/data-matrix.md`.
 """
@@ -18,7 +20,7 @@ import pytest
 from accel_fsdp_tools.errors import DataProgressError
 from accel_fsdp_tools.ranks import gather_all
 from tests.harness import run_ranks
-from tests.loader_cells import Cell, choose_sample, list_cells
+from tests.loader_cells import NUM_RANKS, OTHER_NUM_RANKS, Cell, choose_sample, list_cells
 from tests.loader_kinds import Program, fork_workers
 from tests.loader_table import write_table
 
@@ -37,6 +39,7 @@ class Seen:
     failure: str
     more_and_less: Counter[Any] = field(default_factory=Counter)  # ids beyond the reference's, less those that lack
     ids: tuple[frozenset[Any], frozenset[Any]] = (frozenset(), frozenset())  # delivered, and expected, in any order
+    ranks: str = "same"
 
 
 def _record(cells: list[Cell], folder: Path) -> list[list[Any]]:
@@ -112,6 +115,55 @@ def _compare(actual: list[Any], expected: list[Any], verdict: str) -> str:
     return "" if _list_ids(actual) == _list_ids(expected) else "other ids"
 
 
+def _resume_elsewhere(cells: list[Cell], folder: Path, logs: list[list[list[Any]]], is_sample: bool) -> list[Seen]:
+    """On another number of ranks; rank 0 compares for all."""
+    fork_workers()
+    seen = []
+    for number, cell in enumerate(cells):
+        for point, where in _choose_points(folder / str(number), is_sample).items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                program = Program(cell.other_kind, RESUMED_SEED)
+            refusal = None
+            try:
+                program.load_from(folder / str(number) / point, NUM_RANKS)
+            except DataProgressError as error:
+                refusal = error.message
+            refusals = gather_all(refusal)
+            if any(refusals):
+                failure = "" if len(set(refusals)) == 1 else f"{point}: ranks refuse for different reasons: {refusals}"
+                seen.append(Seen(cell, where, "refused", refusals[0], failure, ranks="other"))
+                continue
+            assert program.outcomes is not None
+            reason = next((outcome.reason for outcome in program.outcomes if outcome.reason), "")
+            start = program.first_epoch, program.first_batch
+            actual = _merge_ids(gather_all(program.run()), start)
+            expected = {
+                place: ids for place, ids in _merge_ids([log[number] for log in logs]).items() if place >= start
+            }
+            if "in_order" in cell.workers:
+                is_equal = {(e, i) for (e, _), ids in actual.items() for i in ids} == {
+                    (e, i) for (e, _), ids in expected.items() for i in ids
+                }
+            else:
+                is_equal = actual == expected
+            failure = "" if is_equal else f"{point}: on other ranks other samples: {actual} instead of {expected}"
+            seen.append(Seen(cell, where, "approximate" if reason else "exact", reason, failure, ranks="other"))
+    return seen
+
+
+def _merge_ids(logs: list[Any], start: tuple[int, int] = (0, 0)) -> dict[tuple[int, int], list[int]]:
+    """The samples of all ranks by epoch and batch; the first batches have the numbers from `start` on."""
+    merged: dict[tuple[int, int], list[int]] = {}
+    for log in logs:
+        numbers: Counter[int] = Counter({start[0]: start[1]})
+        for epoch, ids in _list_ids(log):
+            place = epoch, numbers[epoch]
+            merged[place] = sorted([*merged.get(place, ()), *ids])
+            numbers[epoch] += 1
+    return merged
+
+
 def _list_ids(log: list[Any]) -> list[Any]:
     return [(event[1], [int(row[0]) for row in event[2]]) for event in log if event[0] == "train"]
 
@@ -122,10 +174,14 @@ def _count_ids(log: list[Any]) -> Counter[Any]:
 
 def _run(tmp_path: Path, cells: list[Cell], *, is_sample: bool) -> list[Seen]:
     logs = run_ranks(_record, cells, tmp_path / "saved", folder=tmp_path / "a", timeout_s=2000)
-    seen = run_ranks(_resume_all, cells, tmp_path / "saved", logs, is_sample, folder=tmp_path / "b", timeout_s=2000)
+    arguments = cells, tmp_path / "saved", logs, is_sample
+    seen = run_ranks(_resume_all, *arguments, folder=tmp_path / "b", timeout_s=2000)
+    elsewhere = run_ranks(
+        _resume_elsewhere, *arguments, world_size=OTHER_NUM_RANKS, folder=tmp_path / "c", timeout_s=2000
+    )
     failures = [
         f"{each.cell.name}, {each.where}, rank {rank}: {each.failure}"
-        for rank, mine in enumerate(seen)
+        for rank, mine in enumerate([*seen, elsewhere[0]])
         for each in mine
         if each.failure
     ]
@@ -137,7 +193,7 @@ def _run(tmp_path: Path, cells: list[Cell], *, is_sample: bool) -> list[Seen]:
         if pair[0].ids[0] | pair[1].ids[0] != pair[0].ids[1] | pair[1].ids[1]:
             failures.append(f"{pair[0].cell.name}, {pair[0].where}: samples are lost or added")
     assert failures == []
-    return seen[0]
+    return [*seen[0], *elsewhere[0]]
 
 
 def _list_runnable() -> list[Cell]:
@@ -147,9 +203,12 @@ def _list_runnable() -> list[Cell]:
 
 def test_a_sample_of_the_matrix(tmp_path: Path) -> None:
     cells = choose_sample(_list_runnable())
-    verdicts = Counter(each.verdict for each in _run(tmp_path, cells, is_sample=True))
-    assert verdicts["exact"] > 2 * verdicts["approximate"] > 0
-    assert verdicts["refused"] > 0
+    seen = _run(tmp_path, cells, is_sample=True)
+    verdicts = Counter((each.ranks, each.verdict) for each in seen)
+    assert verdicts["same", "exact"] > 2 * verdicts["same", "approximate"] > 0
+    assert verdicts["same", "refused"] > 0
+    assert verdicts["other", "exact"] > 0
+    assert verdicts["other", "refused"] > 0
 
 
 @pytest.mark.matrix

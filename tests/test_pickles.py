@@ -478,10 +478,10 @@ DAMAGED: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_broken_pickles(name: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(DamagedCheckpointError) as caught:
         load(DAMAGED[name], path="p")
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     assert caught.value.path == "p"
     assert len(str(caught.value)) < 700
 

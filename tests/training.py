@@ -36,6 +36,8 @@ class Setup:
     frozen: bool = False
     num_layers: int = 2
     seedable: bool = False
+    dispatch: bool = False
+    stateful: bool = False
     tie: bool = False
     optimizer: str = "AdamW"
     async_save: bool = False
@@ -118,7 +120,11 @@ def build_accelerator(setup: Setup, *, wrap: list[str] | None = None) -> Any:
 def _dataloader_config(setup: Setup) -> Any:
     from accelerate.utils import DataLoaderConfiguration
 
-    return DataLoaderConfiguration(use_seedable_sampler=setup.seedable)
+    return DataLoaderConfiguration(
+        use_seedable_sampler=setup.seedable,
+        dispatch_batches=setup.dispatch or None,
+        use_stateful_dataloader=setup.stateful,
+    )
 
 
 def build(setup: Setup, *, seed: int) -> Objects:

@@ -13,9 +13,11 @@ from .elastic import GOVERNED, EpochShape, Place, find_obstacle, find_place
 from .follow import Follower
 from .generators import SAMPLER_ROOTS, find_generators, format_path
 from .order import Dealing, OrderProof, find_inner_sampler
-from .records import LoaderProgress, PassState
+from .records import UNSEEDED, LoaderProgress, PassState
 
-_KINDS = ("shard", "workers")
+_KINDS = ({"shard", "workers"}, {"dispatcher"}, {"stateful"}, {"stateful_dispatcher"})
+"""Kinds of loaders whose places are places in one global order; within a set one is a place in the other."""
+_DISPATCHED = ("dispatcher", "stateful_dispatcher")
 _COVERED = {"elastic": GOVERNED, "dataset": ("dataset_length", "num_samples"), "num_workers": ("num_workers",)}
 """By argument of a load, the facts of a contract that may differ with it."""
 
@@ -43,6 +45,11 @@ class Change:
         covered = self.covered
         kept = {name: value for name, value in saved.items() if name not in covered}
         return list_differences({**here, **kept}, here)
+
+
+def share_an_order(kind: str, other: str) -> bool:
+    """Whether a place in a loader of one kind can be carried to one of the other."""
+    return any({kind, other} <= kinds for kinds in _KINDS)
 
 
 def find_argument(name: str) -> str | None:
@@ -122,8 +129,9 @@ def carry(
     problem = "; ".join(refused) or _find_problem(first, briefs, follower)
     if refused or (problem is not None and not first.is_untouched):
         return _give_up(first, follower, here, problem)
-    before = EpochShape.from_contract(first.contract, change.accumulation_before)
-    now = EpochShape.from_contract(here, change.accumulation_now)
+    is_dispatched = first.kind in _DISPATCHED
+    before = EpochShape.from_contract(first.contract, change.accumulation_before, is_dispatched=is_dispatched)
+    now = EpochShape.from_contract(here, change.accumulation_now, is_dispatched=is_dispatched)
     if before is None or now is None:
         if first.is_untouched:
             return Carried(dataclasses.replace(first, contract=here, kind=follower.kind.name))
@@ -144,10 +152,17 @@ def carry(
     if fills_last:
         _fill_last_batches(loader)
         here = describe_contract(loader)
+    later = _find_undetermined(move_paths(first, loader), loader) if is_dispatched else None
+    if later is not None and change.elastic == "exact" and is_trained:
+        return _give_up(first, follower, here, later)
     place = find_place(before, now, num_micro)
-    reason = _explain(first, here, before, now, place, obstacle if is_trained else None)
+    reason = _explain(first, here, before, now, place, obstacle if is_trained else None, later)
     record = convert_record(first, own, follower, here, place, now, rank)
-    if record.state == "running" and not has_other_data:
+    if first.state == "running" and record.state == "idle" and (later is not None or UNSEEDED in first.values):
+        # What the pass began with is put back only for one that goes on.
+        problem = later or "the first pass of a stateful loader, which drew no seed, cannot begin again"
+        return _give_up(first, follower, here, f"less than one batch of now was handed out; {problem}")
+    if record.state == "running" and not has_other_data and (rank == 0 or not is_dispatched):
         record = dataclasses.replace(record, proof=_make_proof(first, briefs, record, before, now, rank, change))
     note = f"dataloader {first.index}: {_count(now)}, {_count(before)} at the save"
     if reason is None and record.state == "running":
@@ -189,7 +204,7 @@ def _count(shape: EpochShape) -> str:
 
 def _find_problem(first: LoaderProgress, briefs: Sequence[Brief], follower: Follower) -> str | None:
     """Why the records of the save do not tell where a global order stood; None if they do."""
-    if first.kind not in _KINDS or follower.kind.name not in _KINDS:
+    if not share_an_order(first.kind, follower.kind.name):
         return f"the position of a loader of kind {first.kind!r} cannot be carried to another set-up"
     if not first.restorable:
         return first.reason or "its position was not saved"
@@ -201,6 +216,8 @@ def _find_problem(first: LoaderProgress, briefs: Sequence[Brief], follower: Foll
             f"ranks 0 and {different.rank} of the save stood at different places (batches {briefs[0].batch} and "
             f"{different.batch}), so there is no common one"
         )
+    if first.kind in _DISPATCHED:
+        return None  # rank 0 alone draws an order, and goes on as rank 0
     different = next((each for each in briefs if each.order != briefs[0].order), None)
     if different is not None:
         return (
@@ -236,7 +253,13 @@ def _get_sampler(loader: Any) -> Any:
 
 
 def _explain(
-    first: LoaderProgress, here: dict[str, Any], before: EpochShape, now: EpochShape, place: Place, obstacle: str | None
+    first: LoaderProgress,
+    here: dict[str, Any],
+    before: EpochShape,
+    now: EpochShape,
+    place: Place,
+    obstacle: str | None,
+    later: str | None,
 ) -> str | None:
     texts = [] if obstacle is None else [f"{obstacle} (then {_count(before)}; now {_count(now)})"]
     lengths = first.contract.get("dataset_length"), here["dataset_length"]
@@ -250,6 +273,8 @@ def _explain(
             f"num_workers is {here['num_workers']}, it was {first.contract.get('num_workers')}: random numbers "
             "drawn while items are read are others"
         )
+    if later is not None:
+        texts.append(f"this epoch goes on in its order, later ones are in others: {later}")
     if first.state == "running" and (place.num_repeated or texts):
         again = f", so {place.num_repeated} that had been handed out come again" if place.num_repeated else ""
         texts.append(f"goes on at {now.unit} {place.num_units} of the epoch{again}")
@@ -286,6 +311,15 @@ def _make_proof(
     rank: int,
     change: Change,
 ) -> OrderProof:
+    if before.is_dispatched:
+        return OrderProof(
+            before=Dealing.from_reader(first.contract),
+            now=Dealing.from_reader(record.contract),
+            num_micro=first.batch * before.per_micro // first.contract["batch_size"],
+            num_units=first.batch * before.per_micro,
+            digests={} if first.digest is None else {0: first.digest},
+            num_micro_now=record.batch * now.per_micro // record.contract["batch_size"],
+        )
     digests = {
         each.rank * before.num_processes // change.num_ranks_before: each.digest
         for each in briefs

@@ -20,7 +20,8 @@ from .follow import Follower
 from .generators import SAMPLER_ROOTS, FoundGenerator, GeneratorState, Path
 from .moments import Moment
 from .places import Places
-from .records import LoaderProgress, PassState
+from .records import FIRST_BATCH, UNSEEDED, LoaderProgress, PassState
+from .values import PlainValue
 
 
 def move_paths(saved: LoaderProgress, loader: Any) -> LoaderProgress:
@@ -117,8 +118,12 @@ def convert_record(
         attributes=attributes,
         replayable=False,
         next_digest=None,
-        values={},
+        values=_pick_values(first if own is None else own) if state == "running" else {},
     )
+
+
+def _pick_values(saved: LoaderProgress) -> dict[str, PlainValue]:
+    return {name: value for name, value in saved.values.items() if name in (FIRST_BATCH, UNSEEDED)}
 
 
 def _merge(name: str, first: LoaderProgress, own: LoaderProgress | None, rank: int) -> Moment:

@@ -18,10 +18,8 @@ from ..ranks import run_on_each
 from .exact import ExactFollower
 from .follow import Pass
 from .passes import ResumablePass, encode_values
-from .records import LoaderProgress
+from .records import FIRST_BATCH, LoaderProgress
 from .resumable import ResumableFollower
-
-_FIRST = "first_batch"
 
 
 class DispatchingFollower(ResumableFollower):
@@ -42,7 +40,7 @@ class DispatchingFollower(ResumableFollower):
     def _hook_slices(self, loader: Any, this: ResumablePass) -> None:
         """The first slice that a pass takes is the beginning of its first batch."""
         take = loader.slice_fn
-        saved = None if this.resumed is None else this.resumed.values.get(_FIRST)
+        saved = None if this.resumed is None else this.resumed.values.get(FIRST_BATCH)
 
         def take_first(data: Any, *args: Any, **kwargs: Any) -> Any:
             loader.slice_fn = take
@@ -50,7 +48,7 @@ class DispatchingFollower(ResumableFollower):
             if saved is not None:
                 from accelerate.utils import send_to_device
 
-                this.first_batch = send_to_device(saved.decode(), loader.state.device)
+                this.first_batch = _extend(send_to_device(saved.decode(), loader.state.device), loader)
             return this.first_batch
 
         loader.slice_fn = take_first
@@ -87,11 +85,20 @@ class DispatchingFollower(ResumableFollower):
         facts = super()._describe(this)
         first = this.first_batch
         if first is not None:
-            values, problem = encode_values({_FIRST: first})
+            values, problem = encode_values({FIRST_BATCH: first})
             facts["values"] = {**facts.get("values", {}), **values}
             if problem is not None:
                 facts.setdefault("reason", f"the beginning of the first batch, which completes the last: {problem}")
         return facts
+
+
+def _extend(first: Any, loader: Any) -> Any:
+    """The saved beginning of a first batch, long enough to complete a batch of more processes than saved it."""
+    from accelerate.utils import concatenate, find_batch_size
+
+    while 0 < find_batch_size(first) < loader.state.num_processes:
+        first = concatenate([first, first], dim=0)
+    return first
 
 
 class DispatchFollower(DispatchingFollower, ExactFollower):

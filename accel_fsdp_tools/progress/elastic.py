@@ -6,6 +6,9 @@ epoch's first samples (`even_batches`, several processes), dropped (`drop_last`)
 same samples in the same updates if the samples per update agree and so does where the epoch ends, and a place in one is
 a place in the other.
 
+With `dispatch_batches` one process reads the order for all, and the last micro-batch is filled up only until every
+process gets equally much of it.
+
 Units are samples, or whole batches where a batch sampler of the user's own decides what belongs together.
 """
 
@@ -35,6 +38,7 @@ class EpochShape:
         is_sharded: Accelerate shares the order between processes; one process takes it as it is.
         is_filled: the last micro-batch is filled up with units from the beginning.
         drops_last: an incomplete last micro-batch is left out.
+        is_dispatched: one process reads, and the last micro-batch is filled up until all get equally much of it.
     """
 
     unit: str
@@ -45,9 +49,12 @@ class EpochShape:
     is_sharded: bool
     is_filled: bool
     drops_last: bool
+    is_dispatched: bool = False
 
     @classmethod
-    def from_contract(cls, contract: Mapping[str, Any], accumulation: int) -> EpochShape | None:
+    def from_contract(
+        cls, contract: Mapping[str, Any], accumulation: int, *, is_dispatched: bool = False
+    ) -> EpochShape | None:
         """The shape that a loader's contract describes; None where it does not tell."""
         facts: dict[str, Any] = {
             name: contract.get(name) for name in ("batch_size", "num_processes", "num_samples", "num_batches")
@@ -56,6 +63,8 @@ class EpochShape:
         is_plain = contract.get("batch_sampler") == PLAIN_BATCH_SAMPLER
         needed = (batch_size, num_processes, facts["num_samples"] if is_plain else facts["num_batches"])
         if not all(_is_count(value) for value in (*needed, accumulation)):
+            return None
+        if is_dispatched and (not is_plain or facts["num_samples"] < num_processes):  # then some would get nothing
             return None
         is_split = bool(contract.get("split_batches"))
         even_batches, drops_last = contract.get("even_batches"), bool(contract.get("drop_last"))
@@ -73,6 +82,7 @@ class EpochShape:
             is_sharded=even_batches is not None,
             is_filled=bool(even_batches) and not drops_last,
             drops_last=drops_last,
+            is_dispatched=is_dispatched,
         )
 
     @property
@@ -83,14 +93,26 @@ class EpochShape:
     @property
     def num_dealt(self) -> int:
         """Units handed out in an epoch, repeats included."""
-        if self.drops_last:
-            return self.num_units // self.per_micro * self.per_micro
-        return self.num_micro * self.per_micro if self.is_filled else self.num_units
+        whole = self.num_units // self.per_micro * self.per_micro
+        return whole if self.drops_last else whole + self._num_last
+
+    @property
+    def _num_last(self) -> int:
+        """Units in an incomplete last micro-batch, with what it is filled up with."""
+        rest = self.num_units % self.per_micro
+        unit = self.per_micro if self.is_filled else self.num_processes if self.is_dispatched else 1
+        return -(-rest // unit) * unit
 
     @property
     def num_short(self) -> int:
         """Units in the last micro-batch if it is a short one, otherwise 0. They weigh more than others."""
-        return 0 if self.is_filled or self.drops_last else self.num_units % self.per_micro
+        return 0 if self.drops_last else self._num_last % self.per_micro
+
+    def weighs_like(self, other: EpochShape) -> bool:
+        """Whether samples of a short last micro-batch weigh the same in both."""
+        if self.is_dispatched and other.is_dispatched:  # each process has equally many of them
+            return (self.per_micro, self.accumulation) == (other.per_micro, other.accumulation)
+        return self == other
 
     @property
     def num_micro(self) -> int:
@@ -124,7 +146,7 @@ def find_obstacle(before: EpochShape, now: EpochShape, num_micro: int) -> str | 
             f"with repeats and what is dropped an epoch has {now.num_dealt} {now.unit}(s), it had {before.num_dealt}, "
             "so its last update is another"
         )
-    if (before.num_short or now.num_short) and before != now:
+    if (before.num_short or now.num_short) and not before.weighs_like(now):
         return (
             "the last batch of an epoch is a short one (it is not filled up), whose samples would not weigh what they "
             "did"

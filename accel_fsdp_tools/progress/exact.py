@@ -151,7 +151,7 @@ class ExactFollower(ResumableFollower):
             return saved.digest
         try:
             with unchanged_attributes(loader):
-                return saved.proof.prove(loader, draws_seed=not saved.reuses_workers)
+                return saved.proof.prove(loader, draws_seed=not (saved.reuses_workers or this.is_unseeded))
         except DataProgressError as error:
             self.complain(this, error.message, **error.facts)
             return None

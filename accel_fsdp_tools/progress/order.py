@@ -30,6 +30,11 @@ class Dealing:
         """The dealing that a contract describes."""
         return cls(unit, contract["batch_size"], contract["num_processes"], bool(contract.get("split_batches")))
 
+    @classmethod
+    def from_reader(cls, contract: Mapping[str, Any]) -> Dealing:
+        """That of the one process which reads for all."""
+        return cls("sample", contract["batch_size"], 1, False)
+
     def deal(self, units: Sequence[Any], process: int, num_micro: int) -> Iterator[Any]:
         """Yield the first whole batches of one process."""
         for number in range(num_micro):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 PassState = Literal["idle", "running", "exhausted"]
 Status = Literal["restored", "approximate", "absent"]
 
+# Names of values: what completes a dispatched pass's last batch; that a stateful loader's first pass drew no seed.
+FIRST_BATCH, UNSEEDED = "first_batch", "unseeded"
 _COUNTS = ("index", "epoch", "batch", "samples", "samples_before_epoch", "iteration")
 _LARGEST_COUNT = (1 << 53) - 1  # samplers add some of these to a seed of 64 bits
 _LARGEST_DIGEST = (1 << 32) - 1

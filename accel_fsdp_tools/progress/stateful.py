@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .dispatch import DispatchingFollower
 from .exact import ExactFollower
 from .passes import ResumablePass, encode_values
-from .records import LoaderProgress
+from .records import UNSEEDED, LoaderProgress
 from .resumable import ResumableFollower
 from .streams import StreamFollower, StreamPass, can_move, copy_state, get_stream, has_state
 from .values import PlainValue
@@ -25,7 +25,7 @@ from .values import PlainValue
 if TYPE_CHECKING:
     from .kinds import LoaderKind
 
-_LOADER, _UNSEEDED = "loader", "unseeded"
+_LOADER = "loader"
 
 
 class StatefulBase(ResumableFollower):
@@ -41,7 +41,7 @@ class StatefulBase(ResumableFollower):
         import torch
 
         saved = this.resumed
-        this.is_unseeded = self._has_drawn_seed if saved is None else _UNSEEDED in saved.values
+        this.is_unseeded = self._has_drawn_seed if saved is None else UNSEEDED in saved.values
         self._has_drawn_seed = False
         generator = loader.base_dataloader.generator or torch.default_generator
         before = generator.get_state()
@@ -53,7 +53,7 @@ class StatefulBase(ResumableFollower):
     def _describe(self, this: ResumablePass) -> dict[str, Any]:
         facts = super()._describe(this)
         if this.is_unseeded:
-            facts["values"] = {**facts.get("values", {}), _UNSEEDED: PlainValue(True)}
+            facts["values"] = {**facts.get("values", {}), UNSEEDED: PlainValue(True)}
         return facts
 
     def apply_counters(self, saved: LoaderProgress) -> None:

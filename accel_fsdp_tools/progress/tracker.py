@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import DataProgressError, DataProgressWarning, UsageError
 from ..rng import RngSnapshot
-from .carry import Brief, Carried, Change, carry, find_argument, make_brief
+from .carry import Brief, Carried, Change, carry, find_argument, make_brief, share_an_order
 from .checking import ProgressDifference, find_differences
 from .contract import describe_contract, describe_other_data, get_index_sampler, list_differences
 from .contract import find_differences as find_contract_differences
@@ -222,7 +222,7 @@ class DataTracker:
         if len(saved) != len(followers):
             changes.append((f"number of prepared dataloaders: saved {len(saved)}, now {len(followers)}", None))
         for item, follower in zip(saved, followers, strict=False):
-            if {item.kind, follower.kind.name} <= {"shard", "workers"}:  # they differ in num_workers alone
+            if share_an_order(item.kind, follower.kind.name):
                 found = find_contract_differences(item.contract, describe_contract(follower.loader))
                 changes.extend((f"loader {item.index}: {text}", find_argument(name)) for name, text in found.items())
             else:
