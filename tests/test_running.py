@@ -24,7 +24,7 @@ from tests.harness import RankOutcome, collect, find_free_port, run_ranks, start
 from tests.training import Log, Setup, assert_continues, read_root, train
 
 ROOT = Path(__file__).parent.parent
-# Three epochs of 8 batches and 4 updates.
+# Two epochs of 8 batches and 4 updates.
 SETUP = Setup(num_items=48, accumulation=2, num_epochs=2, save_every=100, keep_last=None)
 
 
@@ -178,6 +178,7 @@ def _stop_in_the_last_step(root: str) -> tuple[Log, bool]:
     return log, signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.matrix
 def test_a_signal_in_the_last_step_is_heard_or_too_late(tmp_path: Path) -> None:
     """Steps here are short, so that what comes in the last one is read at none: the training is over."""
     results = run_ranks(_stop_in_the_last_step, str(tmp_path / "root"), folder=tmp_path / "r1")
