@@ -354,3 +354,11 @@ def test_no_save_hangs_with_a_dead_rank(tmp_path: Path) -> None:
     outcomes = collect(start_ranks(_die, str(tmp_path / "root"), folder=folder), folder=folder, grace_s=60)
     assert outcomes[0].error_text is not None, "it hung"
     assert "the connection broke" in outcomes[0].error_text or isinstance(outcomes[0].error, Preempted)
+
+
+@pytest.mark.matrix
+def test_one_process_alone_stops_too(tmp_path: Path) -> None:
+    """Without other ranks there is nobody to agree with: at the end of the very step."""
+    errors = _require(_run(tmp_path, "r1", signals={0: 4}, world_size=1), Preempted)
+    assert [each.step for each in errors] == [2]
+    assert read_root(tmp_path / "root") == ["step_00000002"]
