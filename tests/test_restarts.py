@@ -145,6 +145,17 @@ def test_a_signal_to_the_supervisor_is_one_to_the_run(tmp_path: Path, number: si
 # -- the supervisor alone -------------------------------------------------------------------------------------------
 
 
+def test_a_signal_when_all_is_over_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    """`srun --kill-on-bad-exit` sends one to the nodes that end last."""
+    code = (
+        "import os, pathlib, signal, sys; from accel_fsdp_tools.running import supervising as s; judge = s.judge_run; "
+        "ended = []; "
+        "s.judge_run = lambda *_: (ended and os.kill(os.getpid(), signal.SIGTERM), ended.append(1), judge(*_))[2]; "
+        f"sys.exit(s.supervise(['sh', '-c', 'exit 7'], pathlib.Path({str(tmp_path)!r})))"
+    )
+    assert run(sys.executable, "-c", code).returncode == 7
+
+
 @pytest.mark.parametrize(
     ("state", "launcher", "code"),
     [("preempted", 1, 75), ("unhealthy", 1, 69), ("failed", 1, 1), ("running", 9, 9), ("finished", 0, 0), ("", 1, 1)],
