@@ -59,10 +59,8 @@ class _Supervisor:
         for each in STOPPING:
             signal.signal(each, self._pass_on)
         code = self._start().wait()
-        for (
-            each
-        ) in STOPPING:  # a scheduler that ends a job when its first node has ended must not change the others' code
-            signal.signal(each, signal.SIG_IGN)
+        for each in STOPPING:
+            signal.signal(each, signal.SIG_IGN)  # srun ends the other nodes after the first: their code must stay
         return self._judge(code, before)
 
     def _start(self) -> subprocess.Popen[bytes]:
