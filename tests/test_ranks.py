@@ -338,3 +338,12 @@ def test_bad_timeout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_FSDP_TOOLS_TIMEOUT_S", "soon")
     with pytest.raises(UsageError, match="soon"):
         ranks.get_timeout_s()
+
+
+def test_ranks_that_were_restarted_in_place_meet_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's agent keeps its store, and with it the meetings of the ranks before."""
+    names = set()
+    for count in ("0", "1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        names |= {ranks.Channel().series, ranks.Channel("background 1").series}
+    assert len(names) == 6

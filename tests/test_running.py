@@ -24,7 +24,7 @@ from tests.harness import RankOutcome, collect, find_free_port, run_ranks, start
 from tests.training import Log, Setup, assert_continues, read_root, train
 
 ROOT = Path(__file__).parent.parent
-# Three epochs of 8 batches and 4 updates.
+# Two epochs of 8 batches and 4 updates.
 SETUP = Setup(num_items=48, accumulation=2, num_epochs=2, save_every=100, keep_last=None)
 
 
@@ -178,6 +178,7 @@ def _stop_in_the_last_step(root: str) -> tuple[Log, bool]:
     return log, signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.matrix
 def test_a_signal_in_the_last_step_is_heard_or_too_late(tmp_path: Path) -> None:
     """Steps here are short, so that what comes in the last one is read at none: the training is over."""
     results = run_ranks(_stop_in_the_last_step, str(tmp_path / "root"), folder=tmp_path / "r1")
@@ -353,3 +354,11 @@ def test_no_save_hangs_with_a_dead_rank(tmp_path: Path) -> None:
     outcomes = collect(start_ranks(_die, str(tmp_path / "root"), folder=folder), folder=folder, grace_s=60)
     assert outcomes[0].error_text is not None, "it hung"
     assert "the connection broke" in outcomes[0].error_text or isinstance(outcomes[0].error, Preempted)
+
+
+@pytest.mark.matrix
+def test_one_process_alone_stops_too(tmp_path: Path) -> None:
+    """Without other ranks there is nobody to agree with: at the end of the very step."""
+    errors = _require(_run(tmp_path, "r1", signals={0: 4}, world_size=1), Preempted)
+    assert [each.step for each in errors] == [2]
+    assert read_root(tmp_path / "root") == ["step_00000002"]

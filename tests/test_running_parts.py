@@ -316,12 +316,12 @@ def _wait_until(condition: Any, timeout_s: float = 5.0) -> None:
 def test_heartbeats_tell_the_last_step_and_every_phase(tmp_path: Path) -> None:
     heart = Heartbeat(tmp_path, _make_beat(0, step=0, phase="loading"))
     _wait_until(lambda: list_beats(tmp_path))
-    inodes = set()
+    inodes, started = set(), time.monotonic()
     for step in range(1, 200):
         heart.tell_step(step)
         inodes.add(list_beats(tmp_path)[0][0].stat().st_ino)
         time.sleep(0.002)
-    assert len(inodes) <= 2, "once a second"
+    assert len(inodes) <= 2 + (time.monotonic() - started), "once a second"
     _wait_until(lambda: _read(tmp_path).step == 199)
     heart.tell_phase("saving", 60.0)
     _wait_until(lambda: _read(tmp_path).phase == "saving", 0.9)
