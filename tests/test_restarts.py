@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_fsdp_tools.ranks import Channel
 from accel_fsdp_tools.running.heartbeat import Beat, Heartbeat, list_beats
 from accel_fsdp_tools.running.launcher import explain_broken_restarts
 from tests.launches import (
@@ -206,17 +205,6 @@ def test_a_launch_whose_restarts_cannot_work_is_warned_of(monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     assert explain_broken_restarts() == ""
-
-
-def test_ranks_meet_whatever_their_agents_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent of a node that has come back counts from 0, the others don't (tests/test_nodes.py)."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    first = Channel().series
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert Channel().series == first
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # here the keys of the ranks before are still there
-    assert Channel().series != first
 
 
 @pytest.mark.matrix
