@@ -145,9 +145,13 @@ def _read_losses(output: Path) -> list[dict[int, float]]:
 
 
 def _assert_same_samples(expected: dict[int, float], actual: dict[int, float]) -> None:
-    """Sums over other ranks round differently, which grows; with other samples the second digit would be another."""
-    assert actual
-    assert all(math.isclose(actual[step], expected[step], rel_tol=1e-3) for step in actual if step in expected)
+    """In the first steps of a start: sums over other ranks round differently, and after fifty steps that can be seen.
+
+    With other samples the second digit would be another.
+    """
+    steps = [step for step in actual if step in expected][:20]
+    assert steps
+    assert all(math.isclose(actual[step], expected[step], rel_tol=1e-4) for step in steps)
 
 
 def test_fewer_ranks_go_on_with_the_same_samples(tmp_path: Path) -> None:

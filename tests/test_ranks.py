@@ -341,7 +341,15 @@ def test_bad_timeout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_were_restarted_in_place_meet_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's agent keeps its store, and with it the meetings of the ranks before."""
+    """torchrun's agent keeps its store, and with it the meetings of the ranks before.
+
+    With a store of their own they must not: the agent of a node that has come back counts from 0, the others don't.
+    """
+    first = ranks.Channel().series
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert ranks.Channel().series == first
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     names = set()
     for count in ("0", "1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_fsdp_tools.ranks import Channel
-from accel_fsdp_tools.running.heartbeat import list_beats
+from accel_fsdp_tools.running.heartbeat import Beat, Heartbeat, list_beats
 from accel_fsdp_tools.running.launcher import explain_broken_restarts
 from tests.launches import (
     EXAMPLE,
@@ -145,26 +144,30 @@ def test_a_signal_to_the_supervisor_is_one_to_the_run(tmp_path: Path, number: si
 # -- the supervisor alone -------------------------------------------------------------------------------------------
 
 
-def _write_beats(root: Path, state: str, run_id: str = "new", attempt: int = 2) -> str:
-    """A shell command that leaves what a run leaves that ends in this state."""
+def test_a_signal_when_all_is_over_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    """`srun --kill-on-bad-exit` sends one to the nodes that end last."""
     code = (
-        "import dataclasses, pathlib, sys; from accel_fsdp_tools.running.heartbeat import Beat, Heartbeat; "
-        f"beat = Beat.begin(0, 1, {run_id!r}, {attempt}); "
-        f"Heartbeat(pathlib.Path({str(root)!r}), beat).finish({state!r})"
+        "import os, pathlib, signal, sys; from accel_fsdp_tools.running import supervising as s; judge = s.judge_run; "
+        "ended = []; "
+        "s.judge_run = lambda *_: (ended and os.kill(os.getpid(), signal.SIGTERM), ended.append(1), judge(*_))[2]; "
+        f"sys.exit(s.supervise(['sh', '-c', 'exit 7'], pathlib.Path({str(tmp_path)!r})))"
     )
-    return f'{sys.executable} -c "{code}"'
+    assert run(sys.executable, "-c", code).returncode == 7
 
 
 @pytest.mark.parametrize(
     ("state", "launcher", "code"),
-    [("preempted", 1, 75), ("unhealthy", 1, 69), ("failed", 1, 1), ("running", 9, 9), ("finished", 0, 0)],
+    [("preempted", 1, 75), ("unhealthy", 1, 69), ("failed", 1, 1), ("running", 9, 9), ("finished", 0, 0), ("", 1, 1)],
 )
 def test_the_exit_code_is_what_the_ranks_say(tmp_path: Path, state: str, launcher: int, code: int) -> None:
-    subprocess.run(_write_beats(tmp_path, "unhealthy", "old", 1), shell=True, check=True, env=make_environment())
-    script = f"{_write_beats(tmp_path, state)}; exit {launcher}"
-    assert run(*SUPERVISE, tmp_path, "--", "sh", "-c", script).returncode == code
-    # What an earlier run said is not this one's.
-    assert run(*SUPERVISE, tmp_path, "--", "sh", "-c", f"exit {launcher}").returncode == launcher
+    """What an earlier run has said is not this one's: with no state at all this run never began."""
+    Heartbeat(tmp_path, Beat.begin(0, 1, "old", 1)).finish("unhealthy")
+    script = (
+        "import pathlib, sys; from accel_fsdp_tools.running.heartbeat import Beat, Heartbeat; "
+        f"Heartbeat(pathlib.Path({str(tmp_path)!r}), Beat.begin(0, 1, 'new', 2)).finish({state!r})"
+    )
+    script = f"{script if state else 'import sys'}; sys.exit({launcher})"
+    assert run(*SUPERVISE, tmp_path, "--", sys.executable, "-c", script).returncode == code
 
 
 def test_signals_reach_the_launcher_as_one_sigterm(tmp_path: Path) -> None:
@@ -202,17 +205,6 @@ def test_a_launch_whose_restarts_cannot_work_is_warned_of(monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     assert explain_broken_restarts() == ""
-
-
-def test_ranks_meet_whatever_their_agents_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent of a node that has come back counts from 0, the others don't (tests/test_nodes.py)."""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    first = Channel().series
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert Channel().series == first
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # here the keys of the ranks before are still there
-    assert Channel().series != first
 
 
 @pytest.mark.matrix

@@ -26,7 +26,9 @@ _GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def supervise(command: Sequence[str], root: Path, *, grace_s: int | None = None) -> int:
-    """Run a launcher to its end, and return the exit code of its ranks. From the main thread.
+    """Run a launcher to its end, and return the exit code of its ranks.
+
+    Made to be all that a process does: from the main thread, and signals that would stop it are ignored afterwards.
 
     Args:
         command: the launcher with its arguments.
@@ -54,12 +56,11 @@ class _Supervisor:
 
     def run(self) -> int:
         before = judge_run(self._root, Tolerance()).run_id
-        previous = {each: signal.signal(each, self._pass_on) for each in STOPPING}
-        try:
-            code = self._start().wait()
-        finally:
-            for each, handler in previous.items():
-                signal.signal(each, handler)
+        for each in STOPPING:
+            signal.signal(each, self._pass_on)
+        code = self._start().wait()
+        for each in STOPPING:
+            signal.signal(each, signal.SIG_IGN)  # srun ends the other nodes after the first: their code must stay
         return self._judge(code, before)
 
     def _start(self) -> subprocess.Popen[bytes]:
