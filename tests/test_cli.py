@@ -73,6 +73,22 @@ FLAGS = {
         "--help": None,
     },
     "pin": {"path": "PATH", "--undo": None, "--help": None},
+    "rehearse": {
+        "--steps": "N",
+        "--kill-at": "N",
+        "--save-at": "N",
+        "--kill-rank": "RANK",
+        "--elastic": "N:M",
+        "--elastic-args": "ARGS",
+        "--tolerance": "X",
+        "--timeout": "SECONDS",
+        "--html": "FILE",
+        "--json": None,
+        "--dir": "DIR",
+        "--keep": None,
+        "command": "-- COMMAND",
+        "--help": None,
+    },
 }
 """Every command's flags and the names of their values. People's scripts use them: add, don't change."""
 
