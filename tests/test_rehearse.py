@@ -287,6 +287,10 @@ def test_orders_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
             "accelerate launch --num_processes 3 --config_file c.yaml train.py --num_processes 7",
         ),
         ("accelerate launch --num-processes=2 train.py", "accelerate launch --num_processes 3 train.py"),
+        (
+            "accelerate launch --num_machines 1 -m pkg.train --num_processes 7",
+            "accelerate launch --num_processes 3 --num_machines 1 -m pkg.train --num_processes 7",
+        ),
         ("torchrun --nproc_per_node=2 train.py", "torchrun --nproc-per-node 3 train.py"),
         (
             "python -m torch.distributed.run --nproc-per-node 2 train.py",
@@ -399,6 +403,15 @@ ACCELERATE = ("-m", "accelerate.commands.launch", "--config_file", str(SCRIPTS /
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+def _use_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `accelerate launch` tells a script, for torchrun."""
+    settings = {"VERSION": "2", "AUTO_WRAP_POLICY": "NO_WRAP", "STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for name, value in {**settings, "RESHARD_AFTER_FORWARD": "true", "CPU_RAM_EFFICIENT_LOADING": "false"}.items():
+        monkeypatch.setenv(f"FSDP_{name}", value)
+
+
 def test_a_script_that_resumes_exactly(tmp_path: Path) -> None:
     """From the command line, two ranks of FSDP, one of them killed; and the script's own folder stays as it is."""
     own, page = tmp_path / "own", tmp_path / "page.html"
@@ -498,6 +511,7 @@ def test_a_trainer_that_resumes_exactly_and_one_that_never_does(tmp_path: Path) 
 def test_a_launcher_that_restarts_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_rank: int | None
 ) -> None:
+    _use_fsdp(monkeypatch)
     # Else the new ranks find the addresses of the dead ones in the launcher's store (torch 2.13).
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     report = _rehearse(tmp_path / "a", launcher=(*TORCHRUN, "--max-restarts", "2"), kill_rank=kill_rank)
@@ -508,7 +522,8 @@ def test_a_launcher_that_restarts_by_itself(
 
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
-def test_saves_in_the_background(tmp_path: Path) -> None:
+def test_saves_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use_fsdp(monkeypatch)
     report = _rehearse(tmp_path / "a", "--async-save", launcher=TORCHRUN)
     assert report.verdict is Verdict.EXACT, format_rehearsal(report, None)
 

@@ -17,7 +17,9 @@ import psutil
 from ..errors import UsageError
 
 _GRACE_S = 15.0
-_ACCELERATE, _TORCHRUN = "--num_processes", "--nproc-per-node"
+_ACCELERATE = ("--num_processes", "--num-processes")
+_TORCHRUN = ("--nproc-per-node", "--nproc_per_node")
+_MODULE = ("-m", "--module")
 
 
 @dataclass(frozen=True)
@@ -91,34 +93,30 @@ def set_num_processes(command: Sequence[str], count: int) -> list[str]:
         UsageError: it is neither `accelerate launch` nor `torchrun`.
     """
     words = list(command)
-    at, option = _find_launcher(words)
-    spellings = {option, option.replace("-", "_").replace("__", "--", 1), "--num-processes", "--nproc_per_node"}
-    spellings = {each for each in spellings if each.replace("_", "-") == option.replace("_", "-")}
-    kept, index = words[:at], at
+    at, spellings = _find_launcher(words)
+    kept: list[str] = []
+    index = at
     while index < len(words):
         word = words[index]
-        if word in spellings:
-            index += 2
-            continue
-        if word.partition("=")[0] in spellings:
-            index += 1
-            continue
-        if not word.startswith("-") and word.endswith(".py"):  # what follows are the script's own arguments
+        if word in _MODULE or word.endswith(".py"):  # what follows are the script's own arguments
             break
+        if word.partition("=")[0] in spellings:
+            index += 1 if "=" in word else 2
+            continue
         kept.append(word)
         index += 1
-    return [*kept[:at], option, str(count), *kept[at:], *words[index:]]
+    return [*words[:at], spellings[0], str(count), *kept, *words[index:]]
 
 
-def _find_launcher(words: Sequence[str]) -> tuple[int, str]:
-    """Return where the launcher's options begin, and the one for the number of processes."""
+def _find_launcher(words: Sequence[str]) -> tuple[int, tuple[str, ...]]:
+    """Return where the launcher's options begin, and the spellings of the one for the number of processes."""
     for index, word in enumerate(words):
         name = Path(word).name
         if name == "accelerate" and words[index + 1 : index + 2] == ["launch"]:
             return index + 2, _ACCELERATE
-        if name == "accelerate-launch" or word in ("accelerate.commands.launch",):
+        if name in ("accelerate-launch", "accelerate.commands.launch"):
             return index + 1, _ACCELERATE
-        if name == "torchrun" or word in ("torch.distributed.run", "torch.distributed.launch"):
+        if name in ("torchrun", "torch.distributed.run"):
             return index + 1, _TORCHRUN
         if word.endswith(".py"):
             break
