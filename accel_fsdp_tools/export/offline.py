@@ -94,8 +94,8 @@ def export_checkpoint(
         progress: called with bytes done and bytes in all.
 
     Returns:
-        what was written and how it was proven. Time: from disk that of a file copy. Peak memory: about 60 MB, whatever the size
-        of the model; for merged adapters, 20 MB and one layer's adapter matrices per thread more.
+        what was written and how it was proven. Time: from disk that of a file copy. Peak memory: about 50 MB, whatever
+        the size of the model; for merged adapters, 20 MB and one layer's adapter matrices per thread more.
 
     Raises:
         UsageError, StorageError: nothing was written.
