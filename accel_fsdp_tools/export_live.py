@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -399,7 +400,7 @@ def _report(
         build_report(
             plan.content,
             plan.files,
-            plan.companions,
+            Companions() if plan.folder else plan.companions,
             path=plan.class_name,
             out=str(target),
             source=f"in memory of {get_world_size()} rank(s)",
@@ -411,4 +412,5 @@ def _report(
     )
     for other in others:
         first = first.add(other)
-    return first
+    beside = sorted(plans[0].companions.files) if plans[0].folder else ()  # in the output itself all the same
+    return replace(first, companions=(*first.companions, *beside))
