@@ -11,10 +11,10 @@ from typing import Any
 
 from ..errors import DataProgressError, DataProgressWarning, UsageError
 from ..rng import RngSnapshot
-from .carry import Brief, Carried, Change, carry, find_argument, make_brief, share_an_order
+from . import comparing
+from .carry import Brief, Carried, Change, carry, make_brief
 from .checking import ProgressDifference, find_differences
-from .contract import describe_contract, describe_other_data, get_index_sampler, list_differences
-from .contract import find_differences as find_contract_differences
+from .contract import describe_contract, get_index_sampler
 from .follow import Follower, get_follower, install
 from .kinds import find_kind
 from .records import LoaderOutcome, LoaderPosition, LoaderProgress
@@ -216,26 +216,12 @@ class DataTracker:
         ]
 
     def find_changes(self, saved: Sequence[LoaderProgress]) -> list[tuple[str, str | None]]:
-        """The same, each with the argument of a load that permits it ("elastic", "dataset", ...), or None."""
-        followers = self._get_followers()
-        changes: list[tuple[str, str | None]] = []
-        if len(saved) != len(followers):
-            changes.append((f"number of prepared dataloaders: saved {len(saved)}, now {len(followers)}", None))
-        for item, follower in zip(saved, followers, strict=False):
-            if share_an_order(item.kind, follower.kind.name):
-                found = find_contract_differences(item.contract, describe_contract(follower.loader))
-                changes.extend((f"loader {item.index}: {text}", find_argument(name)) for name, text in found.items())
-            else:
-                changes.extend((f"loader {item.index}: {text}", None) for text in _compare(item, follower))
-        return changes
+        """What `check` says, each with the argument of a load that permits it ("elastic", "dataset", ...), or None."""
+        return comparing.find_changes(saved, self._get_followers())
 
     def list_notes(self, saved: Sequence[LoaderProgress]) -> list[str]:
         """What differs between the saved loaders and those here and may be all right; changes nothing."""
-        pairs = zip(saved, self._get_followers(), strict=False)
-        found = [
-            (item.index, describe_other_data(item.contract, describe_contract(each.loader))) for item, each in pairs
-        ]
-        return [f"dataloader {index}: {text}" for index, text in found if text is not None]
+        return comparing.list_notes(saved, self._get_followers())
 
     def check(self, saved: Sequence[LoaderProgress]) -> list[str]:
         """Compare what was saved with the loaders that are prepared here; changes nothing.
@@ -243,13 +229,7 @@ class DataTracker:
         Returns:
             Each difference in words, naming the loader; empty if all positions mean the same here.
         """
-        followers = self._get_followers()
-        texts = []
-        if len(saved) != len(followers):
-            texts.append(f"number of prepared dataloaders: saved {len(saved)}, now {len(followers)}")
-        for item, follower in zip(saved, followers, strict=False):
-            texts.extend(f"loader {item.index}: {text}" for text in _compare(item, follower))
-        return texts
+        return comparing.list_all_differences(saved, self._get_followers())
 
     def list_problems(self, saved: Sequence[LoaderProgress], *, data_resume: str = "skip") -> list[str]:
         """What would make a strict `restore` refuse; changes nothing.
@@ -392,7 +372,7 @@ class DataTracker:
         """Why nothing but the epoch of this record can be used here; None if it can."""
         if follower is None:
             return "there is no such dataloader here"
-        differences = _compare(item, follower)
+        differences = comparing.compare(item, follower)
         if differences:
             return "; ".join(differences)
         try:
@@ -400,15 +380,6 @@ class DataTracker:
         except DataProgressError as error:
             return error.message.rstrip(".")
         return None
-
-
-def _compare(item: LoaderProgress, follower: Follower) -> list[str]:
-    if item.kind != follower.kind.name:
-        advice = ""
-        if "stateful" in item.kind and "stateful" not in follower.kind.name:
-            advice = "; it was saved with use_stateful_dataloader=True (pip install 'accel-fsdp-tools[stateful]')"
-        return [f"kind of loader: saved {item.kind!r}, now {follower.kind.name!r}{advice}"]
-    return list_differences(item.contract, describe_contract(follower.loader))
 
 
 def _is_sequential(loader: Any) -> bool:
