@@ -33,6 +33,7 @@ from .manifest import Manifest, ModelFacts
 from .model_changes import ModelPlan
 from .names import clean_fqn
 from .permissions import Permissions, name_argument
+from .ranks import get_world_size
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +64,18 @@ def check_setup(accelerator: Accelerator) -> None:
     Raises:
         UnsupportedError: an engine or a state-dict type that this package does not handle.
         CallOrderError: no model is prepared, or a scheduler or optimizer was left out of `prepare`.
-        UsageError: optimizers and models do not pair up.
+        UsageError: optimizers and models do not pair up, or every process trains for itself.
     """
+    num_launched = get_world_size()
+    if accelerator.num_processes == 1 < num_launched:
+        raise UsageError(
+            f"{num_launched} processes were launched, and Accelerate takes each for the only one: all of them train on "
+            "the same data, apart from each other. Without a GPU it does so unless it is told otherwise: ask for FSDP "
+            "(accelerate launch with an FSDP config, or ACCELERATE_USE_FSDP=true) together with enable_cpu_fsdp(), or "
+            "pass Accelerator(cpu=True).",
+            expected=num_launched,
+            actual=1,
+        )
     kind = str(accelerator.distributed_type.value)
     if kind not in _SUPPORTED_TYPES:
         raise UnsupportedError(

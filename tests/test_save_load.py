@@ -466,6 +466,35 @@ def test_local_state_dicts_are_refused_before_anything_is_written(tmp_path: Path
     assert not (tmp_path / "x").exists()
 
 
+def _refuse_apart(folder: str) -> None:
+    """Two processes that are a group, and an `Accelerator` that does not know of it: as on a CPU without FSDP."""
+    import torch
+    import torch.distributed as dist
+    from accelerate import Accelerator
+
+    from accel_fsdp_tools import save_state
+
+    dist.init_process_group("gloo")
+    accelerator = Accelerator()
+    assert accelerator.num_processes == 1, "fixed upstream: this check can go"
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    save_state(accelerator, f"{folder}/x")
+
+
+def test_processes_that_train_apart_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("there Accelerate makes one run of them")
+    with pytest.raises(RankError) as caught:
+        run_ranks(_refuse_apart, str(tmp_path), folder=tmp_path / "r")
+    assert len(caught.value.errors) == 2
+    for error in caught.value.errors.values():
+        assert isinstance(error, errors.UsageError)
+        assert "2 processes were launched" in str(error)
+    assert not (tmp_path / "x").exists()
+
+
 def _save_untracked(path: str) -> Any:
     from accel_fsdp_tools import save_state
 
