@@ -243,7 +243,7 @@ def test_an_order_of_rank_0s_global_generator_is_kept_for_the_epoch_alone(tmp_pa
         assert "this epoch goes on in its order, later ones are in others" in str(report)
         assert "drawn from the global random generator" in str(report)
     resumed = run_ranks(_train, root, other, elastic="allow", seed=9, world_size=4, folder=tmp_path / "r2")
-    expected, actual = _merge(whole), _merge(resumed)
+    expected, actual = _merge(whole, setup), _merge(resumed, other)
     assert [actual[6], actual[7]] == [expected[6], expected[7]]
     # One sample is left for the last update: two ranks complete it with one of the epoch's first, four with three.
     assert (len(expected[8]), len(actual[8])) == (2, 4)
