@@ -189,11 +189,22 @@ def test_signals_reach_the_launcher_as_one_sigterm(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "77\n"
-    for number in (signal.SIGUSR1, signal.SIGTERM):
+    for number in (signal.SIGQUIT, signal.SIGUSR1, signal.SIGTERM):
         os.killpg(process.pid, number)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 41, error
     assert error.count("came; the launcher gets a SIGTERM") == 1
+
+
+def test_a_terminal_that_closes_ends_nothing_under_nohup(tmp_path: Path) -> None:
+    """torchrun alone takes the SIGHUP for itself, nohup or not."""
+    command = "kill -HUP $PPID; sleep 0.2; exit 7"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ended = run(*SUPERVISE, tmp_path, "--", "sh", "-c", command)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.returncode == 7
 
 
 def test_a_launch_whose_restarts_cannot_work_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,12 +263,12 @@ def test_a_function_is_called_every_so_often() -> None:
 
 def test_a_command_runs_beside_the_training() -> None:
     started = time.monotonic()
-    check = _make_check("echo 17 errors; echo more >&2; sleep 0.2; exit 3")
+    check = _make_check(r"echo 17 errors; printf 'more\033\377\000' >&2; sleep 0.2; exit 3")
     assert check.check(1) is None
     assert time.monotonic() - started < 0.2
     problem = _wait_for(check)
     assert problem is not None
-    assert "ended with 3: 17 errors\nmore" in problem
+    assert "ended with 3: 17 errors\nmore\ufffd\ufffd\ufffd" in problem, "nothing that moves a cursor"
     assert _wait_for(_make_check(["true"]), steps=20) is None
     assert _make_check(["false"], is_first=False).check(1) is None, "once per node"
 
@@ -347,13 +347,20 @@ def test_heartbeats_that_cannot_be_written_are_no_error(tmp_path: Path, caplog: 
 def test_what_is_no_heartbeat_is_left_out(tmp_path: Path) -> None:
     path = _write(tmp_path, _make_beat(0))
     good = json.loads(path.read_text())
-    for wrong in ("", "[]", "{}", json.dumps({**good, "step": "7"}), json.dumps({**good, "rank": True})):
+    facts = ({"step": "7"}, {"rank": True}, {"rank": -1}, {"rank": 2}, {"world_size": 10**9}, {"process_id": -5})
+    wrongs = [json.dumps({**good, **each}) for each in facts]
+    for wrong in ("", "[]", "{}", "[" * 60_000, " " * 70_000 + json.dumps(good), *wrongs):
         path.write_text(wrong)
         assert list_beats(tmp_path) == [], wrong
     path.write_text(json.dumps({**good, "new": 1, "progress_at": 5}))
     assert list_beats(tmp_path)[0][1].progress_at == 5
     (path.parent / "rank_00001.json.tmp").write_text(json.dumps(good))
+    os.mkfifo(path.parent / "rank_00002.json")
+    (path.parent / "rank_00003.json").symlink_to("nowhere")
+    (path.parent / "a_folder").mkdir()
     assert len(list_beats(tmp_path)) == 1
+    assert len(clear_beats(tmp_path)) == 1
+    assert [each.name for each in path.parent.iterdir()] == ["a_folder"]
 
 
 def _judge(root: Path, **options: Any) -> dict[int, str]:
@@ -433,12 +440,12 @@ def test_ages_are_by_the_clock_of_the_storage(tmp_path: Path, monkeypatch: pytes
 
 def test_the_command_line_tells_people_and_probes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write(tmp_path, _make_beat(0))
-    _write(tmp_path, _make_beat(1, note="why", host="elsewhere"), age_s=130)
+    _write(tmp_path, _make_beat(1, note="why \udc80", host="elsewhere"), age_s=130)
     assert main(["health", str(tmp_path)]) == 4
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split() == ["rank", "host", "process", "step", "phase", "state", "silent", "for"]
     assert lines[4].split()[1:] == ["elsewhere", str(os.getpid()), "100", "step", "running", "2", "min", "stale"]
-    assert lines[5] == "rank(s) 1: why"
+    assert lines[5] == r"rank(s) 1: why \udc80"
     assert lines[6].startswith("rank 1 on elsewhere has made no progress since")
     assert main(["health", str(tmp_path), "--max-age", "200", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -21,7 +21,7 @@ from .launcher import OWN_STORE
 from .signals import REPEAT_S
 from .watchdog import tell
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -57,7 +57,8 @@ class _Supervisor:
     def run(self) -> int:
         before = judge_run(self._root, Tolerance()).run_id
         for each in STOPPING:
-            signal.signal(each, self._pass_on)
+            if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN:  # under nohup it stays
+                signal.signal(each, self._pass_on)
         code = self._start().wait()
         for each in STOPPING:
             signal.signal(each, signal.SIG_IGN)  # srun ends the other nodes after the first: their code must stay
