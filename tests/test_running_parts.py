@@ -195,6 +195,24 @@ watch.install()
     assert ("in block" in result.stderr) == (code == 143 and "lost" in script), "the stacks where it hung"
 
 
+def test_a_signal_while_python_ends_does_not_change_the_exit_code() -> None:
+    """It has put the defaults back by then; to end a large process takes seconds."""
+    result = _run_script(
+        _WATCH
+        + """
+class Late:
+    def __del__(self, kill=os.kill, process_id=os.getpid()):
+        kill(process_id, 15)
+late = Late()
+watch = signals.SignalWatch(signals.parse_signals(["SIGTERM"]))
+watch.install()
+watch.begin_to_leave(75)
+sys.exit(75)
+"""
+    )
+    assert result.returncode == 75, result.stderr
+
+
 def test_a_forked_child_is_no_rank() -> None:
     """A dataloader's worker: SIGTERM ends it, what says "stop soon" does not, and neither is heard by the rank."""
     result = _run_script(
