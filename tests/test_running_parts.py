@@ -27,11 +27,11 @@ from accel_fsdp_tools.running.signals import SignalWatch, parse_signals
 ROOT = Path(__file__).parent.parent
 
 
-def _run_script(code: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def _run_script(code: str, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run Python that has imported nothing; -1 where it hung."""
     preamble = "import ctypes, os, signal, sys, threading, time\n"
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", preamble + textwrap.dedent(code)],
+        [sys.executable, "-W", "error", "-c", preamble + textwrap.dedent(code), *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -300,6 +300,39 @@ def test_a_command_that_hangs_is_killed(tmp_path: Path) -> None:
     unfinished = _make_check("sleep 100")
     unfinished.check(1)
     unfinished.close()
+
+
+_GUARD = """
+from pathlib import Path
+from accel_fsdp_tools.running import RunGuard, Watching
+root = Path(sys.argv[1])
+command = f"echo $$ > {root}/new; mv {root}/new {root}/pid; exec sleep 100"
+guard = RunGuard(root, Watching(health=command, health_every=1))
+guard.begin("run", 1)
+assert guard.step(1) is None
+while not (root / "pid").exists():
+    time.sleep(0.01)
+process_id = int((root / "pid").read_text())
+"""
+
+
+def test_a_signal_to_every_process_of_a_job_is_no_bad_node(tmp_path: Path) -> None:
+    """It ends the command of the health check as well, which has found nothing then."""
+    script = """
+for each in (process_id, os.getpid()):
+    os.kill(each, signal.SIGTERM)
+time.sleep(0.2)
+print(guard.step(2).kind.__name__)
+"""
+    result = _run_script(_GUARD + script, str(tmp_path))
+    assert result.stdout == "Preempted\n", result.stderr
+
+
+def test_a_command_ends_with_a_run_that_nobody_closes(tmp_path: Path) -> None:
+    result = _run_script(_GUARD, str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 # -- heartbeats -------------------------------------------------------------------------------------------------------
