@@ -157,7 +157,16 @@ def test_a_signal_when_all_is_over_does_not_change_the_exit_code(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("state", "launcher", "code"),
-    [("preempted", 1, 75), ("unhealthy", 1, 69), ("failed", 1, 1), ("running", 9, 9), ("finished", 0, 0), ("", 1, 1)],
+    [
+        ("preempted", 1, 75),
+        ("preempted", 0, 75),
+        ("unhealthy", 1, 69),
+        ("failed", 1, 1),
+        ("running", 9, 9),
+        ("finished", 0, 0),
+        ("", 1, 1),
+        ("", 0, 0),
+    ],
 )
 def test_the_exit_code_is_what_the_ranks_say(tmp_path: Path, state: str, launcher: int, code: int) -> None:
     """What an earlier run has said is not this one's: with no state at all this run never began."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from .exits import EXIT_PREEMPTED, EXIT_SIGNAL, EXIT_UNHEALTHY
-from .judging import Tolerance, judge_run
+from .judging import RunHealth, Tolerance, judge_run
 from .launcher import OWN_STORE
 from .signals import REPEAT_S
 from .watchdog import tell
@@ -87,13 +87,17 @@ class _Supervisor:
             self._launcher.send_signal(signal.SIGTERM)
 
     def _judge(self, code: int, before: str | None) -> int:
-        if code == 0:
-            return 0
-        health = judge_run(self._root, Tolerance())
+        try:
+            health = judge_run(self._root, Tolerance())
+        except OSError as error:  # the storage is gone: the launcher's word has to do
+            tell(f"accel-fsdp supervise: the heartbeats can't be read: {error}")
+            health = RunHealth(ok=False, summary="", run_id=before)
         if health.run_id != before and health.exit_code == EXIT_UNHEALTHY:
             return _say(EXIT_UNHEALTHY, "a health check failed; everything is saved")
         if health.run_id != before and health.exit_code == EXIT_PREEMPTED:
             return _say(EXIT_PREEMPTED, "the run was asked to stop; everything is saved")
+        if code == 0:  # not before: a script may have caught what was raised to end it
+            return 0
         # Asked to stop before it had begun, too: a scheduler also asks so when another node has failed.
         return _say(code if code > 0 else EXIT_SIGNAL - code, "the run failed")
 
