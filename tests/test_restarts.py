@@ -157,7 +157,16 @@ def test_a_signal_when_all_is_over_does_not_change_the_exit_code(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("state", "launcher", "code"),
-    [("preempted", 1, 75), ("unhealthy", 1, 69), ("failed", 1, 1), ("running", 9, 9), ("finished", 0, 0), ("", 1, 1)],
+    [
+        ("preempted", 1, 75),
+        ("preempted", 0, 75),
+        ("unhealthy", 1, 69),
+        ("failed", 1, 1),
+        ("running", 9, 9),
+        ("finished", 0, 0),
+        ("", 1, 1),
+        ("", 0, 0),
+    ],
 )
 def test_the_exit_code_is_what_the_ranks_say(tmp_path: Path, state: str, launcher: int, code: int) -> None:
     """What an earlier run has said is not this one's: with no state at all this run never began."""
@@ -189,11 +198,22 @@ def test_signals_reach_the_launcher_as_one_sigterm(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "77\n"
-    for number in (signal.SIGUSR1, signal.SIGTERM):
+    for number in (signal.SIGQUIT, signal.SIGUSR1, signal.SIGTERM):
         os.killpg(process.pid, number)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 41, error
     assert error.count("came; the launcher gets a SIGTERM") == 1
+
+
+def test_a_terminal_that_closes_ends_nothing_under_nohup(tmp_path: Path) -> None:
+    """torchrun alone takes the SIGHUP for itself, nohup or not."""
+    command = "kill -HUP $PPID; sleep 0.2; exit 7"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ended = run(*SUPERVISE, tmp_path, "--", "sh", "-c", command)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.returncode == 7
 
 
 def test_a_launch_whose_restarts_cannot_work_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

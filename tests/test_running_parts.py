@@ -27,11 +27,11 @@ from accel_fsdp_tools.running.signals import SignalWatch, parse_signals
 ROOT = Path(__file__).parent.parent
 
 
-def _run_script(code: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def _run_script(code: str, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run Python that has imported nothing; -1 where it hung."""
     preamble = "import ctypes, os, signal, sys, threading, time\n"
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", preamble + textwrap.dedent(code)],
+        [sys.executable, "-W", "error", "-c", preamble + textwrap.dedent(code), *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -195,6 +195,24 @@ watch.install()
     assert ("in block" in result.stderr) == (code == 143 and "lost" in script), "the stacks where it hung"
 
 
+def test_a_signal_while_python_ends_does_not_change_the_exit_code() -> None:
+    """It has put the defaults back by then; to end a large process takes seconds."""
+    result = _run_script(
+        _WATCH
+        + """
+class Late:
+    def __del__(self, kill=os.kill, process_id=os.getpid()):
+        kill(process_id, 15)
+late = Late()
+watch = signals.SignalWatch(signals.parse_signals(["SIGTERM"]))
+watch.install()
+watch.begin_to_leave(75)
+sys.exit(75)
+"""
+    )
+    assert result.returncode == 75, result.stderr
+
+
 def test_a_forked_child_is_no_rank() -> None:
     """A dataloader's worker: SIGTERM ends it, what says "stop soon" does not, and neither is heard by the rank."""
     result = _run_script(
@@ -263,12 +281,12 @@ def test_a_function_is_called_every_so_often() -> None:
 
 def test_a_command_runs_beside_the_training() -> None:
     started = time.monotonic()
-    check = _make_check("echo 17 errors; echo more >&2; sleep 0.2; exit 3")
+    check = _make_check(r"echo 17 errors; printf 'more\033\377\000' >&2; sleep 0.2; exit 3")
     assert check.check(1) is None
     assert time.monotonic() - started < 0.2
     problem = _wait_for(check)
     assert problem is not None
-    assert "ended with 3: 17 errors\nmore" in problem
+    assert "ended with 3: 17 errors\nmore\ufffd\ufffd\ufffd" in problem, "nothing that moves a cursor"
     assert _wait_for(_make_check(["true"]), steps=20) is None
     assert _make_check(["false"], is_first=False).check(1) is None, "once per node"
 
@@ -282,6 +300,39 @@ def test_a_command_that_hangs_is_killed(tmp_path: Path) -> None:
     unfinished = _make_check("sleep 100")
     unfinished.check(1)
     unfinished.close()
+
+
+_GUARD = """
+from pathlib import Path
+from accel_fsdp_tools.running import RunGuard, Watching
+root = Path(sys.argv[1])
+command = f"echo $$ > {root}/new; mv {root}/new {root}/pid; exec sleep 100"
+guard = RunGuard(root, Watching(health=command, health_every=1))
+guard.begin("run", 1)
+assert guard.step(1) is None
+while not (root / "pid").exists():
+    time.sleep(0.01)
+process_id = int((root / "pid").read_text())
+"""
+
+
+def test_a_signal_to_every_process_of_a_job_is_no_bad_node(tmp_path: Path) -> None:
+    """It ends the command of the health check as well, which has found nothing then."""
+    script = """
+for each in (process_id, os.getpid()):
+    os.kill(each, signal.SIGTERM)
+time.sleep(0.2)
+print(guard.step(2).kind.__name__)
+"""
+    result = _run_script(_GUARD + script, str(tmp_path))
+    assert result.stdout == "Preempted\n", result.stderr
+
+
+def test_a_command_ends_with_a_run_that_nobody_closes(tmp_path: Path) -> None:
+    result = _run_script(_GUARD, str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 # -- heartbeats -------------------------------------------------------------------------------------------------------
@@ -347,13 +398,20 @@ def test_heartbeats_that_cannot_be_written_are_no_error(tmp_path: Path, caplog: 
 def test_what_is_no_heartbeat_is_left_out(tmp_path: Path) -> None:
     path = _write(tmp_path, _make_beat(0))
     good = json.loads(path.read_text())
-    for wrong in ("", "[]", "{}", json.dumps({**good, "step": "7"}), json.dumps({**good, "rank": True})):
+    facts = ({"step": "7"}, {"rank": True}, {"rank": -1}, {"rank": 2}, {"world_size": 10**9}, {"process_id": -5})
+    wrongs = [json.dumps({**good, **each}) for each in facts]
+    for wrong in ("", "[]", "{}", "[" * 60_000, " " * 70_000 + json.dumps(good), *wrongs):
         path.write_text(wrong)
         assert list_beats(tmp_path) == [], wrong
     path.write_text(json.dumps({**good, "new": 1, "progress_at": 5}))
     assert list_beats(tmp_path)[0][1].progress_at == 5
     (path.parent / "rank_00001.json.tmp").write_text(json.dumps(good))
+    os.mkfifo(path.parent / "rank_00002.json")
+    (path.parent / "rank_00003.json").symlink_to("nowhere")
+    (path.parent / "a_folder").mkdir()
     assert len(list_beats(tmp_path)) == 1
+    assert len(clear_beats(tmp_path)) == 1
+    assert [each.name for each in path.parent.iterdir()] == ["a_folder"]
 
 
 def _judge(root: Path, **options: Any) -> dict[int, str]:
@@ -433,12 +491,12 @@ def test_ages_are_by_the_clock_of_the_storage(tmp_path: Path, monkeypatch: pytes
 
 def test_the_command_line_tells_people_and_probes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write(tmp_path, _make_beat(0))
-    _write(tmp_path, _make_beat(1, note="why", host="elsewhere"), age_s=130)
+    _write(tmp_path, _make_beat(1, note="why \udc80", host="elsewhere"), age_s=130)
     assert main(["health", str(tmp_path)]) == 4
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split() == ["rank", "host", "process", "step", "phase", "state", "silent", "for"]
     assert lines[4].split()[1:] == ["elsewhere", str(os.getpid()), "100", "step", "running", "2", "min", "stale"]
-    assert lines[5] == "rank(s) 1: why"
+    assert lines[5] == r"rank(s) 1: why \udc80"
     assert lines[6].startswith("rank 1 on elsewhere has made no progress since")
     assert main(["health", str(tmp_path), "--max-age", "200", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"root": str(root), **health.to_dict()}, indent=1))
     else:
-        print(_format(root, health))
+        print(_format(root, health).encode(errors="backslashreplace").decode())  # a file's name may be no text
     if arguments.exit_as_run:
         return health.exit_code
     return GOOD if health.ok else STALE

@@ -8,10 +8,10 @@ from pathlib import Path
 NAME = "supervise"
 HELP = "run a launcher: signals reach the ranks, and the exit code is theirs"
 DESCRIPTION = (
-    "Run `accelerate launch` or torchrun under a scheduler. SIGTERM, SIGUSR1, SIGUSR2, SIGINT and SIGHUP reach the "
-    "launcher as the SIGTERM that it passes on, so that the ranks save and end. The exit code is 0 when the training "
-    "is over, 75 when it was stopped and everything is saved, 69 when a health check failed and everything is saved, "
-    "and otherwise that of the launcher. On several nodes, one for each launcher. Sets "
+    "Run `accelerate launch` or torchrun under a scheduler. SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGQUIT and SIGHUP (not "
+    "under nohup) reach the launcher as the SIGTERM that it passes on, so that the ranks save and end. The exit code "
+    "is 0 when the training is over, 75 when it was stopped and everything is saved, 69 when a health check failed "
+    "and everything is saved, and otherwise that of the launcher. On several nodes, one for each launcher. Sets "
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which restarts in place (--max_restarts) need."
 )
 

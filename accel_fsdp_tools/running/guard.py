@@ -154,6 +154,8 @@ class RunGuard:
     def _tell_at_exit(self) -> None:
         """Nobody has closed this: tell what is known."""
         self._watchdog.cancel()
+        if self._health is not None:
+            self._health.close()
         self._tell_end(self._left or getattr(sys, "last_value", None))
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ class RunGuard:
         if self._heartbeat is not None:
             self._heartbeat.tell_step(step)
         self.enter(STEP)
-        if self._health is not None:
+        if self._health is not None and self._signals.received is None:  # what asks a job to stop kills the command too
             self._problem = self._health.check(step) or self._problem
         return self._explain(self._agreement.exchange(self._get_number())) if self._agrees else None
 

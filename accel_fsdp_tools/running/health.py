@@ -108,7 +108,8 @@ class HealthCheck:
         if self._output is None:
             return ""
         self._output.seek(0)
-        return self._output.read().decode(errors="replace").strip()[-_SHOWN:]
+        text = self._output.read().decode(errors="replace").strip()[-_SHOWN:]
+        return "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):

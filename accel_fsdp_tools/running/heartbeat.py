@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import threading
 import time
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped" 
 _LAST_WRITE_S = 5.0
 _NAME = re.compile(r"rank_(\d{5,})\.json")
 _VERSION = 1
+_MOST_RANKS, _MOST_BYTES = 2**20, 2**16  # more is no heartbeat, whatever it says
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,10 @@ class Beat:
                 or (value is None and "None" in wanted)
             ):
                 raise TypeError(f"{name} is {value!r}")
-        return cls(**values)
+        beat = cls(**values)
+        if not 0 <= beat.rank < beat.world_size <= _MOST_RANKS or not 0 < beat.process_id < 2**63:
+            raise ValueError(f"rank {beat.rank} of {beat.world_size}, process {beat.process_id}")
+        return beat
 
     @classmethod
     def begin(cls, rank: int, world_size: int, run_id: str, attempt: int) -> Beat:
@@ -131,19 +136,33 @@ def list_beats(root: Path) -> list[tuple[Path, Beat]]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in sorted(get_directory(root).iterdir()):
             if _NAME.fullmatch(path.name):
-                with contextlib.suppress(OSError, ValueError, TypeError):
-                    found.append((path, Beat.decode(path.read_bytes())))
+                with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+                    found.append((path, Beat.decode(_read(path))))
     return sorted(found, key=lambda each: each[1].rank)
+
+
+def _read(path: Path) -> bytes:
+    """Read what may be a heartbeat.
+
+    Raises:
+        OSError, ValueError: it can't be read, or is none: nobody is to wait for a pipe, or read a disk.
+    """
+    state = path.stat()
+    if not stat.S_ISREG(state.st_mode) or state.st_size > _MOST_BYTES:
+        raise ValueError(f"{path} is no heartbeat")
+    return path.read_bytes()
 
 
 def clear_beats(root: Path) -> list[Beat]:
     """Remove the heartbeats of earlier runs and return them. Done by rank 0, whose run holds the root; never raises."""
-    beats = [beat for _, beat in list_beats(root)]
+    beats: list[Beat] = []
     try:
+        beats += [beat for _, beat in list_beats(root)]
         directory = get_directory(root)
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.iterdir():
-            path.unlink()
+            if path.is_symlink() or not path.is_dir():  # a folder is nobody's heartbeat
+                path.unlink()
     except OSError as error:
         logger.warning("heartbeats of an earlier run could not be removed from %s: %s", root, error)
     return beats

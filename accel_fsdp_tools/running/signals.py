@@ -11,6 +11,7 @@ that one request comes twice.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -103,6 +104,7 @@ class SignalWatch:
         for each in self._signals:
             self._previous[each] = signal.signal(each, self._handle)
         _watching.add(self)
+        atexit.register(self._keep_exit_code)
 
     def begin_to_leave(self, exit_code: int) -> None:
         """Everything is saved: from now on a signal finds the process on its way out, with this exit code."""
@@ -124,8 +126,15 @@ class SignalWatch:
         os.write(self._pipe[1], bytes([_END]))
         self._pipe = None
 
+    def _keep_exit_code(self) -> None:
+        """Python puts the defaults back before it takes its modules down, which lasts: a signal then would kill."""
+        for each in self._signals:
+            if self._leaving_with is not None and signal.getsignal(each) == self._handle:
+                signal.signal(each, signal.SIG_IGN)
+
     def _put_back(self) -> None:
         _watching.discard(self)
+        atexit.unregister(self._keep_exit_code)
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import FrameType
 
 from .exits import EXIT_PREEMPTED, EXIT_SIGNAL, EXIT_UNHEALTHY
-from .judging import Tolerance, judge_run
+from .judging import RunHealth, Tolerance, judge_run
 from .launcher import OWN_STORE
 from .signals import REPEAT_S
 from .watchdog import tell
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -57,7 +57,8 @@ class _Supervisor:
     def run(self) -> int:
         before = judge_run(self._root, Tolerance()).run_id
         for each in STOPPING:
-            signal.signal(each, self._pass_on)
+            if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN:  # under nohup it stays
+                signal.signal(each, self._pass_on)
         code = self._start().wait()
         for each in STOPPING:
             signal.signal(each, signal.SIG_IGN)  # srun ends the other nodes after the first: their code must stay
@@ -86,13 +87,17 @@ class _Supervisor:
             self._launcher.send_signal(signal.SIGTERM)
 
     def _judge(self, code: int, before: str | None) -> int:
-        if code == 0:
-            return 0
-        health = judge_run(self._root, Tolerance())
+        try:
+            health = judge_run(self._root, Tolerance())
+        except OSError as error:  # the storage is gone: the launcher's word has to do
+            tell(f"accel-fsdp supervise: the heartbeats can't be read: {error}")
+            health = RunHealth(ok=False, summary="", run_id=before)
         if health.run_id != before and health.exit_code == EXIT_UNHEALTHY:
             return _say(EXIT_UNHEALTHY, "a health check failed; everything is saved")
         if health.run_id != before and health.exit_code == EXIT_PREEMPTED:
             return _say(EXIT_PREEMPTED, "the run was asked to stop; everything is saved")
+        if code == 0:  # not before: a script may have caught what was raised to end it
+            return 0
         # Asked to stop before it had begun, too: a scheduler also asks so when another node has failed.
         return _say(code if code > 0 else EXIT_SIGNAL - code, "the run failed")
 
