@@ -102,6 +102,7 @@ class Recorder:
             world_size=get_world_size(),
             report=None if report is None else report.to_dict(),
             setup=self._describe_setup(),
+            generators=digest_generators(),
             **self._measure(),
         )
 

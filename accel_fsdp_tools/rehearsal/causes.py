@@ -83,7 +83,9 @@ def _explain_data(
     shift = find_shift(straight, resumed, first.step, first.rank) if Thing.BATCH in beside else None
     if shift is not None:
         there = _find_step(straight, first.step, first.rank, shift)
-        seen = (f"the batch of step {first.step} is what the run without a break saw at step {there}", *evidence)
+        seen = evidence
+        if there is not None:
+            seen = (f"the batch of step {first.step} is what the run without a break saw at step {there}", *evidence)
         if shift > 0:
             return Cause(
                 "data-skipped-twice",
@@ -100,6 +102,8 @@ def _explain_data(
             seen,
         )
     if Thing.GENERATORS in beside and Thing.INDICES not in beside:
+        if _is_drawn_after_save(first, straight, resumed):
+            return _explain_drawing(first, resumed, evidence)
         return _explain_generators(first, evidence)
     if Thing.INDICES in beside:
         return Cause(
@@ -150,6 +154,38 @@ def _explain_generators(first: Difference, evidence: tuple[str, ...]) -> Cause:
         f"{advice}, and for random numbers drawn in the script that only one of the runs draws. Seed once, before the "
         "model is made.",
         (where, *evidence),
+    )
+
+
+def _is_drawn_after_save(first: Difference, straight: Attempt, resumed: Attempt) -> bool:
+    """Whether the run without a break draws between the update that was saved and the next batch, and only that run."""
+    begin = resumed.ranks[first.rank].begin
+    saved, following, resumed_following = (
+        straight.ranks[first.rank].steps.get(first.step - 1),
+        straight.ranks[first.rank].steps.get(first.step),
+        resumed.ranks[first.rank].steps.get(first.step),
+    )
+    if first.step != resumed.first_step + 1 or not (begin and saved and following and resumed_following):
+        return False
+    pairs = [(saved["generators"], following["batches"]), (begin["generators"], resumed_following["batches"])]
+    if not all(batches for _, batches in pairs):
+        return False
+    draws, draws_resumed = (
+        any(generators.get(name) != batches[0]["generators"].get(name) for name in first.names)
+        for generators, batches in pairs
+    )
+    return draws and not draws_resumed
+
+
+def _explain_drawing(first: Difference, resumed: Attempt, evidence: tuple[str, ...]) -> Cause:
+    return Cause(
+        "draws-after-save",
+        f"random numbers ({', '.join(first.names)}) are drawn between the save of step {resumed.first_step} and the "
+        "next batch: the resumed run, which begins after the save, does not draw them",
+        "Evaluate, sample and log before step(), so that the checkpoint has the generators as they are afterwards. "
+        "Where that cannot be, keep the generators out of it: iterating any DataLoader draws from torch's, unless it "
+        "has a generator of its own.",
+        evidence,
     )
 
 

@@ -74,7 +74,7 @@ class _Rehearsal:
     # -- runs -------------------------------------------------------------------------------------------------
 
     def _run_straight(self, name: str, *, save_at: int | None) -> Attempt:
-        orders = self._order(name, save_at=save_at)
+        orders = self._order(name, save_at=save_at, kill_rank=self._plan.kill_rank)  # so that it is checked at once
         saved = "" if save_at is None else f", saved at step {save_at}"
         done = self._start(orders, self._plan.command, f"{self._plan.steps} steps without a break{saved}")
         attempt = self._read(orders, name, done)
@@ -224,12 +224,19 @@ class _Rehearsal:
         elif done.exit_code is None:
             headline = f"{run} had not ended after {self._plan.timeout_s:g} s (--timeout)"
             cause = Cause("hang", "the script hangs or is slow", "Look at its log; give it fewer steps or more time.")
+        elif not attempt.ranks and done.exit_code != 0:
+            headline = f"{run} ended with exit code {done.exit_code}, and recorded nothing"
+            cause = Cause(
+                "script-failed",
+                "the script failed before it made a Checkpointer or a Trainer with FSDPCheckpointCallback",
+                "The end of its log says where.",
+            )
         elif not attempt.ranks:
             headline = f"{run} recorded nothing (exit code {done.exit_code})"
             cause = Cause(
                 "no-records",
-                "the script made neither a Checkpointer nor a Trainer with FSDPCheckpointCallback, or failed before",
-                "A rehearsal follows these; see its log below. The launcher has to pass the environment on.",
+                "the script made neither a Checkpointer nor a Trainer with FSDPCheckpointCallback",
+                "A rehearsal follows these; see the end of its log. The launcher has to pass the environment on.",
             )
         elif attempt.last_step == attempt.first_step:
             headline = f"{run} ended without an update (exit code {done.exit_code})"
