@@ -111,6 +111,7 @@ def _change(step: dict[str, Any], thing: Thing) -> None:
         Thing.BATCH: lambda: batch.update(digest="x"),
         Thing.INPUTS: lambda: step.update(inputs=["x", "y"]),
         Thing.GENERATORS_AFTER_FORWARD: lambda: step.update(generators_after_forward=[other, other]),
+        Thing.NUM_UPDATES: lambda: step["updates"].clear(),
         Thing.LEARNING_RATE: lambda: update.update(lrs=[7.0]),
         Thing.LOSS: lambda: step.update(losses=[9.0, 9.0]),
         Thing.GRADIENTS: lambda: update.update(gradients="x"),
@@ -142,7 +143,7 @@ def test_each_thing_is_found_where_it_differs(thing: Thing) -> None:
 
 def test_the_cause_comes_before_the_effect() -> None:
     straight, resumed = make_pair()
-    for thing in reversed(THINGS[1:]):
+    for thing in sorted(THINGS[1:], key=lambda each: (each is Thing.NUM_UPDATES, -ORDER[each])):
         _change(
             resumed.ranks[1 if thing is not Thing.PARAMETERS and thing is not Thing.OPTIMIZER else 0].steps[5], thing
         )
@@ -169,6 +170,7 @@ CODES = {
     Thing.BATCH: ("data-generator", "unseeded-data"),
     Thing.INPUTS: ("inputs", "unseeded-inputs"),
     Thing.GENERATORS_AFTER_FORWARD: ("rng-not-restored", "unsteady-forward"),
+    Thing.NUM_UPDATES: ("accumulation", "unsteady-updates"),
     Thing.LEARNING_RATE: ("learning-rate", "unsteady-rate"),
     Thing.LOSS: ("hidden-state", "non-deterministic-op"),
     Thing.GRADIENTS: ("gradients", "non-deterministic-op"),
@@ -239,6 +241,19 @@ def test_an_optimizer_that_was_never_prepared_is_named() -> None:
     assert cause.code == "optimizer-not-prepared"
     assert "(SGD)" in cause.title
     assert "the SGD had state of 4 parameter(s) without a break, of 0 after the resume" in cause.evidence[0]
+
+
+def test_buffers_of_which_each_rank_has_its_own_are_named() -> None:
+    """They have no fingerprint while they differ; after the resume, all ranks have the copy of one."""
+    straight, resumed = make_pair()
+    assert resumed.ranks[0].begin is not None
+    straight.ranks[0].steps[3]["divergent"] = ["running_mean"]
+    resumed.ranks[0].begin["models"][0]["running_mean"] = "x"
+    found = compare(straight, resumed)
+    assert found[0].thing is Thing.PARAMETERS_BEFORE
+    assert causes.explain_resume(found, straight, resumed).code == "copies-differ"
+    straight.ranks[0].steps[3]["divergent"] = []
+    assert causes.explain_resume(found, straight, resumed).code == "parameters-not-restored"
 
 
 def test_random_numbers_that_are_drawn_behind_the_save_are_told_from_a_seed_that_is_set_again() -> None:
@@ -475,13 +490,17 @@ def _use_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_script_that_resumes_exactly(tmp_path: Path) -> None:
-    """From the command line, two ranks of FSDP, one of them killed; and the script's own folder stays as it is."""
+    """From the command line, two ranks of FSDP, one of them killed; and the script's own folder stays as it is.
+
+    An evaluation behind the save is not made again by the resumed run.
+    """
     own, page = tmp_path / "own", tmp_path / "page.html"
     options = ["--steps", str(NUM_STEPS), "--kill-at", str(KILL_AT), "--kill-rank", "1", "--html", str(page), "--json"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "accel_fsdp_tools.cli", "rehearse", *options, "--dir", str(tmp_path / "all"), "--"),
             *(sys.executable, *ACCELERATE, str(SCRIPTS / "train.py"), "--root", str(own), "--accumulate", "2"),
+            *("--evaluate-every", str(SAVE_AT)),
         ],
         cwd=tmp_path,
         env=dict(os.environ),
@@ -519,6 +538,7 @@ FOUND = {
     "save-changes-model": (Verdict.DIFFERENT, Thing.LOSS, "save-changes-run"),
     "own-schedule": (Verdict.DIFFERENT, Thing.LEARNING_RATE, "scheduler-not-prepared"),
     "unseeded-data": (Verdict.UNREPEATABLE, Thing.BATCH, "unseeded-data"),
+    "draws-after-save": (Verdict.DIFFERENT, Thing.GENERATORS, "draws-after-save"),
     "stateful-data": (Verdict.DIFFERENT, Thing.BATCH, "data-generator"),
     "never-resumes": (Verdict.DOES_NOT_RESUME, None, "never-resumes"),
     "never-steps": (Verdict.FAILED, None, "no-steps"),

@@ -32,6 +32,15 @@ def explain_resume(differences: Sequence[Difference], straight: Attempt, resumed
     first = differences[0]
     beside = {each.thing for each in differences if each.step == first.step}
     evidence = list_inexact(resumed)
+    if first.thing is Thing.PARAMETERS_BEFORE and set(first.names) <= list_divergent(straight, resumed.first_step):
+        return Cause(
+            "copies-differ",
+            f"every rank has a copy of its own of {', '.join(first.names[:4])}, such as BatchNorm's running "
+            "statistics, and a checkpoint holds one: after the resume all ranks have the same",
+            "Make the copies equal: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare, or a mean "
+            "over the ranks before a save. Running statistics act on evaluations, and not on training.",
+            evidence,
+        )
     if first.thing is Thing.PARAMETERS_BEFORE:
         return Cause(
             "parameters-not-restored",
@@ -72,6 +81,14 @@ def explain_resume(differences: Sequence[Difference], straight: Attempt, resumed
         )
     if first.thing is Thing.GENERATORS_AFTER_FORWARD:
         return _explain_generators(first, evidence)
+    if first.thing is Thing.NUM_UPDATES:
+        return Cause(
+            "accumulation",
+            "the optimizer makes its updates at other batches than without a break",
+            "Let accelerator.accumulate decide when an update is due, or count by position.step: a counter of the "
+            "script's own begins anew after a resume. Call step() where no gradients are left over.",
+            evidence,
+        )
     if first.thing is Thing.LEARNING_RATE:
         return _explain_rate(first, resumed, evidence)
     return _explain_numbers(first, beside, straight, resumed, evidence)
@@ -244,6 +261,8 @@ def _explain_numbers(
             evidence,
         )
     if first.thing in (Thing.PARAMETERS, Thing.OPTIMIZER):
+        if Thing.OPTIMIZER not in beside:
+            evidence = ("the optimizer's state is the same after the update: something else may change them", *evidence)
         return Cause(
             "update",
             "the gradients are the same and the update is not: the optimizer goes by something that was not restored",
@@ -276,6 +295,11 @@ def explain_elastic(differences: Sequence[Difference], straight: Attempt, resume
             evidence,
         )
     return explain_resume(differences, straight, resumed)
+
+
+def list_divergent(attempt: Attempt, step: int) -> set[str]:
+    """Names of the tensors of which ranks had different copies after an update: those have no fingerprint."""
+    return {name for record in attempt.get_step(step) for name in record.get("divergent", ())}
 
 
 # -- evidence ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .causes import Cause, explain_elastic, explain_resume, list_inexact
+from .causes import Cause, explain_elastic, explain_resume, list_divergent, list_inexact
 from .comparing import Difference, compare
 from .elastic import compare_elastic
 from .launching import Launch, launch
@@ -276,4 +276,17 @@ def _list_notes(straight: Attempt, resumed: Attempt) -> list[str]:
         )
     if not any(record["losses"] or record["backward_losses"] for record in straight.get_step(straight.first_step + 1)):
         notes.append("no loss was seen: pass it to step(loss=...), or use accelerator.backward")
+    divergent = sorted({name for step in straight.ranks[0].steps for name in list_divergent(straight, step)})
+    if divergent:
+        notes.append(
+            f"{', '.join(divergent[:4])}{' ...' if divergent[4:] else ''}: the ranks' copies differ, and where they do "
+            "were not compared"
+        )
+    idle = [step for step, record in straight.ranks[0].steps.items() if not record["updates"]]
+    if idle:
+        notes.append(
+            f"no optimizer made an update at step {', '.join(map(str, idle[:4]))}{', ...' if idle[4:] else ''}: a "
+            "checkpoint there loses the gradients accumulated so far. Use accelerator.accumulate, or call step() only "
+            "after an update (a gradient scaler that skips one is no fault)"
+        )
     return notes
