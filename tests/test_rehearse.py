@@ -614,7 +614,7 @@ def test_saves_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.timeout(900)
 def test_a_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     elastic = {"elastic": "2:1", "launcher": ACCELERATE, "tolerance": 0.6}
-    same = _rehearse(tmp_path / "a", "--elastic", "exact", elastic_args=["--batch-size", "4"], **elastic)
+    same = _rehearse(tmp_path / "a", "--elastic", "exact", elastic_args=["--batch-size", "4"], kill_rank=1, **elastic)
     assert same.verdict is Verdict.CONSISTENT, format_rehearsal(same, None)
     assert [each.world_size for each in same.runs] == [2, 2, 1]
     refused = _rehearse(tmp_path / "b", **elastic)

@@ -149,12 +149,14 @@ def run(arguments: argparse.Namespace) -> int:
     is_removed = report.ok and arguments.dir is None and not arguments.keep
     if is_removed:
         shutil.rmtree(folder)
-    if arguments.json:
-        print(json.dumps(report.to_dict(), indent=1, default=str))
-    else:
-        print(format_rehearsal(report, None if is_removed else folder))
-    if arguments.html is not None:
-        write_page(report, arguments.html)
+    try:
+        if arguments.json:
+            print(json.dumps(report.to_dict(), indent=1, default=str))
+        else:
+            print(format_rehearsal(report, None if is_removed else folder))
+    finally:  # whoever reads the text may have seen enough
+        if arguments.html is not None:
+            write_page(report, arguments.html)
     if report.ok:
         return GOOD
     return FAILED if report.verdict is Verdict.FAILED else DIFFERENCE
