@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from accel_fsdp_tools.cli.main import main
@@ -45,7 +48,14 @@ def make_step(step: int, rank: int = 0) -> dict[str, Any]:
         "step": step,
         "generators": {**generators, "torch": f"a{step}.{rank}"},
         "batches": [
-            {"digest": f"batch{each}.{rank}", "indices": each, "generators": generators, "samples": [f"{each}.{rank}"]}
+            {
+                "loader": 0,
+                "use": "training",
+                "digest": f"batch{each}.{rank}",
+                "indices": each,
+                "generators": generators,
+                "samples": [f"{each}.{rank}"],
+            }
             for each in numbers
         ],
         "inputs": [f"input{each}.{rank}" for each in numbers],
@@ -78,6 +88,7 @@ def make_attempt(name: str, first_step: int = 0, last_step: int = 12, num_ranks:
     for rank in range(num_ranks):
         begin: dict[str, Any] = {"kind": "begin", "step": first_step, "is_resumed": first_step > 0, "report": None}
         begin["setup"] = {"schedulers": 1, "registered": 0}
+        begin["generators"] = {"python": f"p{first_step}", "torch": f"a{first_step}.{rank}"}
         if rank == 0:
             begin |= {"models": [{"w": f"w{first_step}"}], "optimizers": [_make_optimizer(first_step)]}
         steps = {step: make_step(step, rank) for step in range(first_step + 1, last_step + 1)}
@@ -100,6 +111,7 @@ def _change(step: dict[str, Any], thing: Thing) -> None:
         Thing.BATCH: lambda: batch.update(digest="x"),
         Thing.INPUTS: lambda: step.update(inputs=["x", "y"]),
         Thing.GENERATORS_AFTER_FORWARD: lambda: step.update(generators_after_forward=[other, other]),
+        Thing.NUM_UPDATES: lambda: step["updates"].clear(),
         Thing.LEARNING_RATE: lambda: update.update(lrs=[7.0]),
         Thing.LOSS: lambda: step.update(losses=[9.0, 9.0]),
         Thing.GRADIENTS: lambda: update.update(gradients="x"),
@@ -131,7 +143,7 @@ def test_each_thing_is_found_where_it_differs(thing: Thing) -> None:
 
 def test_the_cause_comes_before_the_effect() -> None:
     straight, resumed = make_pair()
-    for thing in reversed(THINGS[1:]):
+    for thing in sorted(THINGS[1:], key=lambda each: (each is Thing.NUM_UPDATES, -ORDER[each])):
         _change(
             resumed.ranks[1 if thing is not Thing.PARAMETERS and thing is not Thing.OPTIMIZER else 0].steps[5], thing
         )
@@ -158,6 +170,7 @@ CODES = {
     Thing.BATCH: ("data-generator", "unseeded-data"),
     Thing.INPUTS: ("inputs", "unseeded-inputs"),
     Thing.GENERATORS_AFTER_FORWARD: ("rng-not-restored", "unsteady-forward"),
+    Thing.NUM_UPDATES: ("accumulation", "unsteady-updates"),
     Thing.LEARNING_RATE: ("learning-rate", "unsteady-rate"),
     Thing.LOSS: ("hidden-state", "non-deterministic-op"),
     Thing.GRADIENTS: ("gradients", "non-deterministic-op"),
@@ -230,6 +243,33 @@ def test_an_optimizer_that_was_never_prepared_is_named() -> None:
     assert "the SGD had state of 4 parameter(s) without a break, of 0 after the resume" in cause.evidence[0]
 
 
+def test_buffers_of_which_each_rank_has_its_own_are_named() -> None:
+    """They have no fingerprint while they differ; after the resume, all ranks have the copy of one."""
+    straight, resumed = make_pair()
+    assert resumed.ranks[0].begin is not None
+    straight.ranks[0].steps[3]["divergent"] = ["running_mean"]
+    resumed.ranks[0].begin["models"][0]["running_mean"] = "x"
+    found = compare(straight, resumed)
+    assert found[0].thing is Thing.PARAMETERS_BEFORE
+    assert causes.explain_resume(found, straight, resumed).code == "copies-differ"
+    straight.ranks[0].steps[3]["divergent"] = []
+    assert causes.explain_resume(found, straight, resumed).code == "parameters-not-restored"
+
+
+def test_random_numbers_that_are_drawn_behind_the_save_are_told_from_a_seed_that_is_set_again() -> None:
+    straight, resumed = make_pair()
+    saved = straight.ranks[0].steps[3]["generators"]
+    resumed.ranks[0].begin = {**(resumed.ranks[0].begin or {}), "generators": saved}
+    for batch in resumed.ranks[0].steps[4]["batches"]:
+        batch["generators"] = dict(saved)  # as the checkpoint has them; without a break they have gone on
+    cause = causes.explain_resume(compare(straight, resumed), straight, resumed)
+    assert cause.code == "draws-after-save"
+    assert "(python, torch) are drawn between the save of step 3 and the next batch" in cause.title
+    for batch in resumed.ranks[0].steps[4]["batches"]:
+        batch["generators"] = {"python": "seeded", "torch": "again"}
+    assert causes.explain_resume(compare(straight, resumed), straight, resumed).code == "rng-not-restored"
+
+
 def test_elastic_runs_are_compared_by_what_all_ranks_do_together() -> None:
     straight, resumed = make_attempt("straight"), make_attempt("resumed", 3, num_ranks=1)
     for step in range(1, 13):
@@ -259,6 +299,20 @@ def test_records_of_a_killed_rank_may_end_in_the_middle_of_a_line(tmp_path: Path
     assert read_attempt(tmp_path, "resumed").ranks == []
     get_records_path(tmp_path, "resumed", 1).write_text("")  # rank 0 died before it wrote anything
     assert [each.rank for each in read_attempt(tmp_path, "resumed").ranks] == [0, 1]
+
+
+def test_batches_of_an_evaluation_belong_to_no_update(tmp_path: Path) -> None:
+    """One that follows the save is not made again by the resumed run."""
+    step = make_step(4)
+    other = {**step["batches"][0], "loader": 1, "digest": "x", "use": None}
+    evaluation = [other, {**other, "use": "evaluation"}]
+    for batches in (step["batches"], [*evaluation, *step["batches"]]):
+        path = get_records_path(tmp_path, "straight", 0)
+        path.write_text(json.dumps({"kind": "begin", "step": 3}) + "\n" + json.dumps({**step, "batches": batches}))
+        assert read_attempt(tmp_path, "straight").ranks[0].steps[4]["batches"] == step["batches"]
+    step["batches"][0]["use"] = "evaluation"  # a forward pass without gradients, and then one with
+    get_records_path(tmp_path, "straight", 0).write_text(json.dumps(step))
+    assert len(read_attempt(tmp_path, "straight").ranks[0].steps[4]["batches"]) == 2
 
 
 def test_orders_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -316,12 +370,35 @@ def test_another_number_of_processes(command: str, expected: str) -> None:
         (["--elastic", "2:2", "--", "torchrun", "x.py"], "two different numbers"),
         (["--elastic-args", "--a 1", "--", "torchrun", "x.py"], "is for --elastic"),
         (["--", "no-such-launcher", "x.py"], "cannot be started"),
+        (["--timeout", "-1", "--", "python", "x.py"], "give 0 or more"),
+        (["--timeout", "0", "--", "python", "x.py"], "give more than 0"),
+        (["--tolerance", "nan", "--", "python", "x.py"], "give 0 or more"),
+        (["--html", str(ROOT), "--", "python", "x.py"], "cannot be written"),
+        (["--html", str(ROOT / "LICENSE" / "a.html"), "--", "python", "x.py"], "cannot be written"),
+        (["--dir", str(ROOT / "LICENSE" / "a"), "--", "python", "x.py"], "cannot be made"),
         (["--dir", str(ROOT), "--", "python", "x.py"], "wants a folder of its own"),
     ],
 )
 def test_mistakes_of_the_user(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_who_ends_a_rehearsal_ends_the_script(tmp_path: Path, number: int, exit_code: int) -> None:
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(60)"
+    command = [sys.executable, "-m", "accel_fsdp_tools.cli", "rehearse", "--dir", str(tmp_path / "all")]
+    process = subprocess.Popen([*command, "--", sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    with process:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().endswith("\n"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=30)
+    assert process.returncode == exit_code
+    assert f"records and logs: {tmp_path / 'all'}" in told
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -413,13 +490,17 @@ def _use_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_script_that_resumes_exactly(tmp_path: Path) -> None:
-    """From the command line, two ranks of FSDP, one of them killed; and the script's own folder stays as it is."""
+    """From the command line, two ranks of FSDP, one of them killed; and the script's own folder stays as it is.
+
+    An evaluation behind the save is not made again by the resumed run.
+    """
     own, page = tmp_path / "own", tmp_path / "page.html"
     options = ["--steps", str(NUM_STEPS), "--kill-at", str(KILL_AT), "--kill-rank", "1", "--html", str(page), "--json"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "accel_fsdp_tools.cli", "rehearse", *options, "--dir", str(tmp_path / "all"), "--"),
             *(sys.executable, *ACCELERATE, str(SCRIPTS / "train.py"), "--root", str(own), "--accumulate", "2"),
+            *("--evaluate-every", str(SAVE_AT)),
         ],
         cwd=tmp_path,
         env=dict(os.environ),
@@ -457,6 +538,7 @@ FOUND = {
     "save-changes-model": (Verdict.DIFFERENT, Thing.LOSS, "save-changes-run"),
     "own-schedule": (Verdict.DIFFERENT, Thing.LEARNING_RATE, "scheduler-not-prepared"),
     "unseeded-data": (Verdict.UNREPEATABLE, Thing.BATCH, "unseeded-data"),
+    "draws-after-save": (Verdict.DIFFERENT, Thing.GENERATORS, "draws-after-save"),
     "stateful-data": (Verdict.DIFFERENT, Thing.BATCH, "data-generator"),
     "never-resumes": (Verdict.DOES_NOT_RESUME, None, "never-resumes"),
     "never-steps": (Verdict.FAILED, None, "no-steps"),
@@ -532,7 +614,7 @@ def test_saves_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.timeout(900)
 def test_a_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     elastic = {"elastic": "2:1", "launcher": ACCELERATE, "tolerance": 0.6}
-    same = _rehearse(tmp_path / "a", "--elastic", "exact", elastic_args=["--batch-size", "4"], **elastic)
+    same = _rehearse(tmp_path / "a", "--elastic", "exact", elastic_args=["--batch-size", "4"], kill_rank=1, **elastic)
     assert same.verdict is Verdict.CONSISTENT, format_rehearsal(same, None)
     assert [each.world_size for each in same.runs] == [2, 2, 1]
     refused = _rehearse(tmp_path / "b", **elastic)

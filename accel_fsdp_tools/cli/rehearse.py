@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from .exits import DIFFERENCE, FAILED, GOOD
 
@@ -48,14 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance",
         metavar="X",
-        type=float,
+        type=_parse_tolerance,
         default=0.01,
         help="with --elastic: how far losses may be apart, relatively (default 0.01)",
     )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=float,
+        type=_parse_seconds,
         default=1800.0,
         help="of each of the three or four runs (default 1800)",
     )
@@ -85,8 +91,26 @@ def _parse_rank(text: str) -> int:
     return int(text)
 
 
+def _parse_seconds(text: str) -> float:
+    seconds = _parse_tolerance(text)
+    if seconds == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give more than 0")
+    return seconds
+
+
+def _parse_tolerance(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+    if not math.isfinite(number) or number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give 0 or more")
+    return number
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Rehearse, print, and return 0 if the resume is exact, 3 if not, 1 if no resume could be tried."""
+    from ..errors import UsageError
     from ..rehearsal.page import write_page
     from ..rehearsal.plan import Plan
     from ..rehearsal.rehearse import rehearse
@@ -105,26 +129,71 @@ def run(arguments: argparse.Namespace) -> int:
         tolerance=arguments.tolerance,
         timeout_s=arguments.timeout,
     )
+    if arguments.html is not None:
+        _check_page(arguments.html)
     folder = _make_folder(arguments.dir)
-    is_removed = False
     try:
-        report = rehearse(plan, folder, lambda text: print(text, file=sys.stderr, flush=True))
-        is_removed = report.ok and arguments.dir is None and not arguments.keep
-    finally:
-        if is_removed:
+        with _ending_children():
+            report = rehearse(plan, folder, _tell)
+    except UsageError:  # nothing has run
+        if arguments.dir is None:
             shutil.rmtree(folder)
-        elif not arguments.keep:
+        raise
+    except BaseException:
+        _tell(f"records and logs: {folder}")
+        raise
+    finally:
+        if not arguments.keep:
             for checkpoints in folder.glob("*/checkpoints"):
                 shutil.rmtree(checkpoints)
-    if arguments.html is not None:
-        write_page(report, arguments.html)
-    if arguments.json:
-        print(json.dumps(report.to_dict(), indent=1, default=str))
-    else:
-        print(format_rehearsal(report, None if is_removed else folder))
+    is_removed = report.ok and arguments.dir is None and not arguments.keep
+    if is_removed:
+        shutil.rmtree(folder)
+    try:
+        if arguments.json:
+            print(json.dumps(report.to_dict(), indent=1, default=str))
+        else:
+            print(format_rehearsal(report, None if is_removed else folder))
+    finally:  # whoever reads the text may have seen enough
+        if arguments.html is not None:
+            write_page(report, arguments.html)
     if report.ok:
         return GOOD
     return FAILED if report.verdict is Verdict.FAILED else DIFFERENCE
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _ending_children() -> Iterator[None]:
+    """Let a signal that ends this process end the script, too: it has a session of its own, and would go on."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    heard = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    previous = {each: signal.signal(each, leave) for each in heard}
+    try:
+        yield
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
+def _check_page(path: Path) -> None:
+    """Find out before the runs whether the page can be written after them."""
+    from ..errors import UsageError
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"--html {path} cannot be written: {error.strerror}", path=str(path)) from error
 
 
 def _make_folder(given: Path | None) -> Path:
@@ -135,5 +204,8 @@ def _make_folder(given: Path | None) -> Path:
     folder = given.expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty; a rehearsal wants a folder of its own", path=str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--dir {folder} cannot be made: {error.strerror}", path=str(folder)) from error
     return folder

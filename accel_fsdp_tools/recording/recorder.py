@@ -89,7 +89,7 @@ class Recorder:
 
     def begin(self, step: int, report: LoadReport | None) -> None:
         """Training begins after update number `step`, of a checkpoint if there is a report. Collective."""
-        rank = self.orders.kill_rank
+        rank = None if self.attempt == "resumed" else self.orders.kill_rank  # may be on fewer ranks
         if rank is not None and rank >= get_world_size():
             raise UsageError(f"--kill-rank is {rank}, and there are {get_world_size()} ranks, from 0 on", actual=rank)
         self._has_begun = True
@@ -102,6 +102,7 @@ class Recorder:
             world_size=get_world_size(),
             report=None if report is None else report.to_dict(),
             setup=self._describe_setup(),
+            generators=digest_generators(),
             **self._measure(),
         )
 

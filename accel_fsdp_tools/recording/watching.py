@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..live import get_raw_optimizer
 from ..progress.follow import Follower, set_batch_observer
+from ..rehearsal.records import EVALUATION, TRAINING
 from ..steps import follow_steps
 from .digests import digest_generators, digest_gradients, digest_samples, digest_values
 
@@ -44,6 +45,7 @@ class Watch:
         self._numbers: dict[int, int] = {}  # of optimizers, in the order in which they were seen
         self._seen: list[Any] = []  # kept alive, so that no other takes an identity
         self._models: list[Any] = []
+        self._followers: list[Follower] = []  # of loaders, in the order in which they were seen
 
     def start(self) -> None:
         """Begin. Models that are prepared later are watched from `follow_models` on."""
@@ -89,7 +91,11 @@ class Watch:
 
     def _note_batch(self, follower: Follower, batch: Any) -> None:
         position = follower.get_position()
+        if follower not in self._followers:
+            self._followers.append(follower)
         found: dict[str, Any] = {
+            "loader": self._followers.index(follower),
+            "use": None,  # what the model's next forward pass is for
             "digest": digest_values(batch),
             "indices": getattr(follower.current, "digest", None),
             "generators": digest_generators(),
@@ -103,7 +109,10 @@ class Watch:
     def _note_inputs(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         import torch
 
-        if torch.is_grad_enabled():  # not an evaluation
+        is_training = torch.is_grad_enabled()
+        if self._events.batches:
+            self._events.batches[-1]["use"] = TRAINING if is_training else EVALUATION
+        if is_training:
             self._events.inputs.append(digest_values([list(args), kwargs]))
 
     def _note_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:

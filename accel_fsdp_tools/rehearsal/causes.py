@@ -32,6 +32,15 @@ def explain_resume(differences: Sequence[Difference], straight: Attempt, resumed
     first = differences[0]
     beside = {each.thing for each in differences if each.step == first.step}
     evidence = list_inexact(resumed)
+    if first.thing is Thing.PARAMETERS_BEFORE and set(first.names) <= list_divergent(straight, resumed.first_step):
+        return Cause(
+            "copies-differ",
+            f"every rank has a copy of its own of {', '.join(first.names[:4])}, such as BatchNorm's running "
+            "statistics, and a checkpoint holds one: after the resume all ranks have the same",
+            "Make the copies equal: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before prepare, or a mean "
+            "over the ranks before a save. Running statistics act on evaluations, and not on training.",
+            evidence,
+        )
     if first.thing is Thing.PARAMETERS_BEFORE:
         return Cause(
             "parameters-not-restored",
@@ -72,6 +81,14 @@ def explain_resume(differences: Sequence[Difference], straight: Attempt, resumed
         )
     if first.thing is Thing.GENERATORS_AFTER_FORWARD:
         return _explain_generators(first, evidence)
+    if first.thing is Thing.NUM_UPDATES:
+        return Cause(
+            "accumulation",
+            "the optimizer makes its updates at other batches than without a break",
+            "Let accelerator.accumulate decide when an update is due, or count by position.step: a counter of the "
+            "script's own begins anew after a resume. Call step() where no gradients are left over.",
+            evidence,
+        )
     if first.thing is Thing.LEARNING_RATE:
         return _explain_rate(first, resumed, evidence)
     return _explain_numbers(first, beside, straight, resumed, evidence)
@@ -83,7 +100,9 @@ def _explain_data(
     shift = find_shift(straight, resumed, first.step, first.rank) if Thing.BATCH in beside else None
     if shift is not None:
         there = _find_step(straight, first.step, first.rank, shift)
-        seen = (f"the batch of step {first.step} is what the run without a break saw at step {there}", *evidence)
+        seen = evidence
+        if there is not None:
+            seen = (f"the batch of step {first.step} is what the run without a break saw at step {there}", *evidence)
         if shift > 0:
             return Cause(
                 "data-skipped-twice",
@@ -100,6 +119,8 @@ def _explain_data(
             seen,
         )
     if Thing.GENERATORS in beside and Thing.INDICES not in beside:
+        if _is_drawn_after_save(first, straight, resumed):
+            return _explain_drawing(first, resumed, evidence)
         return _explain_generators(first, evidence)
     if Thing.INDICES in beside:
         return Cause(
@@ -150,6 +171,38 @@ def _explain_generators(first: Difference, evidence: tuple[str, ...]) -> Cause:
         f"{advice}, and for random numbers drawn in the script that only one of the runs draws. Seed once, before the "
         "model is made.",
         (where, *evidence),
+    )
+
+
+def _is_drawn_after_save(first: Difference, straight: Attempt, resumed: Attempt) -> bool:
+    """Whether the run without a break draws between the update that was saved and the next batch, and only that run."""
+    begin = resumed.ranks[first.rank].begin
+    saved, following, resumed_following = (
+        straight.ranks[first.rank].steps.get(first.step - 1),
+        straight.ranks[first.rank].steps.get(first.step),
+        resumed.ranks[first.rank].steps.get(first.step),
+    )
+    if first.step != resumed.first_step + 1 or not (begin and saved and following and resumed_following):
+        return False
+    pairs = [(saved["generators"], following["batches"]), (begin["generators"], resumed_following["batches"])]
+    if not all(batches for _, batches in pairs):
+        return False
+    draws, draws_resumed = (
+        any(generators.get(name) != batches[0]["generators"].get(name) for name in first.names)
+        for generators, batches in pairs
+    )
+    return draws and not draws_resumed
+
+
+def _explain_drawing(first: Difference, resumed: Attempt, evidence: tuple[str, ...]) -> Cause:
+    return Cause(
+        "draws-after-save",
+        f"random numbers ({', '.join(first.names)}) are drawn between the save of step {resumed.first_step} and the "
+        "next batch: the resumed run, which begins after the save, does not draw them",
+        "Evaluate, sample and log before step(), so that the checkpoint has the generators as they are afterwards. "
+        "Where that cannot be, keep the generators out of it: iterating any DataLoader draws from torch's, unless it "
+        "has a generator of its own.",
+        evidence,
     )
 
 
@@ -208,6 +261,8 @@ def _explain_numbers(
             evidence,
         )
     if first.thing in (Thing.PARAMETERS, Thing.OPTIMIZER):
+        if Thing.OPTIMIZER not in beside:
+            evidence = ("the optimizer's state is the same after the update: something else may change them", *evidence)
         return Cause(
             "update",
             "the gradients are the same and the update is not: the optimizer goes by something that was not restored",
@@ -240,6 +295,11 @@ def explain_elastic(differences: Sequence[Difference], straight: Attempt, resume
             evidence,
         )
     return explain_resume(differences, straight, resumed)
+
+
+def list_divergent(attempt: Attempt, step: int) -> set[str]:
+    """Names of the tensors of which ranks had different copies after an update: those have no fingerprint."""
+    return {name for record in attempt.get_step(step) for name in record.get("divergent", ())}
 
 
 # -- evidence ---------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class Thing(str, Enum):
     BATCH = "content of the batch"
     INPUTS = "inputs of the model"
     GENERATORS_AFTER_FORWARD = "random generators after the forward pass"
+    NUM_UPDATES = "number of updates that optimizers make"  # one, or none where `step()` was called too often
     LEARNING_RATE = "learning rate"
     LOSS = "loss"
     GRADIENTS = "gradients"
@@ -37,7 +38,14 @@ class Thing(str, Enum):
     GENERATORS_AFTER = "random generators after the update"
 
 
-_SHOWN = (Thing.SAMPLES, Thing.NUM_BATCHES, Thing.LEARNING_RATE, Thing.LOSS, Thing.GRADIENT_NORM)  # others: digests
+_SHOWN = (  # others are digests
+    Thing.SAMPLES,
+    Thing.NUM_BATCHES,
+    Thing.NUM_UPDATES,
+    Thing.LEARNING_RATE,
+    Thing.LOSS,
+    Thing.GRADIENT_NORM,
+)
 _LABELS = {"straight": "without a break", "resumed": "after the resume", "killed": "in the run that is killed"}
 
 ORDER = {thing: number for number, thing in enumerate(Thing)}
@@ -153,6 +161,7 @@ def _compare_step(step: int, rank: int, first: Record, second: Record) -> Iterat
     yield from make_named(
         Thing.GENERATORS_AFTER_FORWARD, first["generators_after_forward"], second["generators_after_forward"]
     )
+    yield from make(Thing.NUM_UPDATES, lambda each: len(each["updates"]))
     yield from make(Thing.LEARNING_RATE, get_lrs)
     yield from make(Thing.LOSS, get_losses)
     yield from make(Thing.GRADIENTS, lambda each: [update["gradients"] for update in each["updates"]])

@@ -76,11 +76,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
+        pass
+    finally:  # also upon a second Ctrl-C
         process.kill()
         process.wait()
-    for worker in workers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            worker.kill()
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
 
 
 # -- another number of ranks ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 from .orders import find_records
 
 BEGIN, STEP, KILLED, END, ERROR = "begin", "step", "killed", "end", "error"
+TRAINING, EVALUATION = "training", "evaluation"  # the uses of a batch
 
 Record = Mapping[str, Any]
 
@@ -92,4 +93,21 @@ def _read_rank(rank: int, path: Path) -> RankRecords:
             records.end = record
         elif kind == ERROR:
             records.error = record
+    _leave_evaluations_out(records)
     return records
+
+
+def _leave_evaluations_out(records: RankRecords) -> None:
+    """Take out the batches of loaders that only ever feed forward passes without gradients.
+
+    An evaluation behind a save belongs to no update: the resumed run, which begins after it, does not make it again.
+    What an evaluation does to training shows in the random generators and the parameters.
+    """
+    uses: dict[int, set[str]] = {}
+    for record in records.steps.values():
+        for batch in record["batches"]:
+            uses.setdefault(batch["loader"], set()).add(batch["use"])
+    others = {loader for loader, found in uses.items() if EVALUATION in found and TRAINING not in found}
+    for step, record in records.steps.items():
+        batches = [batch for batch in record["batches"] if batch["loader"] not in others]
+        records.steps[step] = {**record, "batches": batches}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .causes import Cause, explain_elastic, explain_resume, list_inexact
+from .causes import Cause, explain_elastic, explain_resume, list_divergent, list_inexact
 from .comparing import Difference, compare
 from .elastic import compare_elastic
 from .launching import Launch, launch
@@ -74,7 +74,7 @@ class _Rehearsal:
     # -- runs -------------------------------------------------------------------------------------------------
 
     def _run_straight(self, name: str, *, save_at: int | None) -> Attempt:
-        orders = self._order(name, save_at=save_at)
+        orders = self._order(name, save_at=save_at, kill_rank=self._plan.kill_rank)  # so that it is checked at once
         saved = "" if save_at is None else f", saved at step {save_at}"
         done = self._start(orders, self._plan.command, f"{self._plan.steps} steps without a break{saved}")
         attempt = self._read(orders, name, done)
@@ -224,12 +224,19 @@ class _Rehearsal:
         elif done.exit_code is None:
             headline = f"{run} had not ended after {self._plan.timeout_s:g} s (--timeout)"
             cause = Cause("hang", "the script hangs or is slow", "Look at its log; give it fewer steps or more time.")
+        elif not attempt.ranks and done.exit_code != 0:
+            headline = f"{run} ended with exit code {done.exit_code}, and recorded nothing"
+            cause = Cause(
+                "script-failed",
+                "the script failed before it made a Checkpointer or a Trainer with FSDPCheckpointCallback",
+                "The end of its log says where.",
+            )
         elif not attempt.ranks:
             headline = f"{run} recorded nothing (exit code {done.exit_code})"
             cause = Cause(
                 "no-records",
-                "the script made neither a Checkpointer nor a Trainer with FSDPCheckpointCallback, or failed before",
-                "A rehearsal follows these; see its log below. The launcher has to pass the environment on.",
+                "the script made neither a Checkpointer nor a Trainer with FSDPCheckpointCallback",
+                "A rehearsal follows these; see the end of its log. The launcher has to pass the environment on.",
             )
         elif attempt.last_step == attempt.first_step:
             headline = f"{run} ended without an update (exit code {done.exit_code})"
@@ -269,4 +276,17 @@ def _list_notes(straight: Attempt, resumed: Attempt) -> list[str]:
         )
     if not any(record["losses"] or record["backward_losses"] for record in straight.get_step(straight.first_step + 1)):
         notes.append("no loss was seen: pass it to step(loss=...), or use accelerator.backward")
+    divergent = sorted({name for step in straight.ranks[0].steps for name in list_divergent(straight, step)})
+    if divergent:
+        notes.append(
+            f"{', '.join(divergent[:4])}{' ...' if divergent[4:] else ''}: the ranks' copies differ, and where they do "
+            "were not compared"
+        )
+    idle = [step for step, record in straight.ranks[0].steps.items() if not record["updates"]]
+    if idle:
+        notes.append(
+            f"no optimizer made an update at step {', '.join(map(str, idle[:4]))}{', ...' if idle[4:] else ''}: a "
+            "checkpoint there loses the gradients accumulated so far. Use accelerator.accumulate, or call step() only "
+            "after an update (a gradient scaler that skips one is no fault)"
+        )
     return notes

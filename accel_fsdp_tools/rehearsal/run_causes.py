@@ -38,10 +38,10 @@ def explain_unrepeatable(differences: Sequence[Difference]) -> Cause:
     if first.thing is Thing.BATCH:
         return Cause(
             "unseeded-data",
-            "the dataset or its collate function draws from an unseeded generator: the same samples have another "
-            "content in every run",
-            "Give the generator a seed (numpy.random.default_rng(seed)), or draw from the global ones, which set_seed "
-            "seeds; in workers, by worker_init_fn or torch.initial_seed().",
+            "the dataset or its collate function draws from an unseeded generator, or the dataset lists its samples in "
+            "another order: the same indices have another content in every run",
+            "Sort what it lists (files, sets). Give the generator a seed (numpy.random.default_rng(seed)), or draw "
+            "from the global ones, which set_seed seeds; in workers, by worker_init_fn or torch.initial_seed().",
             ("indices and global random generators are the same",) if Thing.GENERATORS not in beside else (),
         )
     if first.thing is Thing.INPUTS:
@@ -52,6 +52,8 @@ def explain_unrepeatable(differences: Sequence[Difference]) -> Cause:
         )
     if first.thing is Thing.GENERATORS_AFTER_FORWARD:
         return Cause("unsteady-forward", "the forward pass draws other random numbers in every run", _LOOK_FOR_TIME)
+    if first.thing is Thing.NUM_UPDATES:
+        return Cause("unsteady-updates", "the optimizer makes its updates at other steps in every run", _LOOK_FOR_TIME)
     if first.thing is Thing.LEARNING_RATE:
         return Cause("unsteady-rate", "the learning rate is other in every run", _LOOK_FOR_TIME)
     if first.thing in (Thing.LOSS, Thing.GRADIENTS, Thing.GRADIENT_NORM):

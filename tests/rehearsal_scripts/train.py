@@ -32,6 +32,7 @@ FAULTS = (
     "own-schedule",  # learning rates from a counter of the script's own
     "unseeded-data",  # the dataset draws from a generator with a seed of the moment
     "stateful-data",  # the dataset draws from a seeded generator that begins anew
+    "draws-after-save",  # an evaluation that follows the save draws random numbers
     "noisy-op",  # an operation that gives other results every time
     "never-resumes",
     "never-steps",
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--elastic", default="refuse")
     parser.add_argument("--async-save", action="store_true")
+    parser.add_argument("--evaluate-every", type=int, metavar="N", help="after step(), drawing no random numbers")
     args = parser.parse_args()
     fault = args.fault
     enable_cpu_fsdp()
@@ -119,6 +121,10 @@ def main() -> None:
         scheduler = None
         if fault not in ("unprepared-scheduler", "own-schedule"):
             scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, decay))
+    evaluate_every = 3 if fault == "draws-after-save" else args.evaluate_every
+    if evaluate_every is not None:
+        own = None if fault == "draws-after-save" else torch.Generator()
+        evaluation = accelerator.prepare(DataLoader(Data(None), batch_size=4, generator=own))
     if fault == "unprepared-loader":
         loader = DataLoader(Data(fault), batch_size=args.batch_size, drop_last=True)
     if fault == "save-changes-model":
@@ -166,6 +172,12 @@ def main() -> None:
                     optimizer.zero_grad()
                 num_updates += 1
                 checkpointer.step(loss=loss)
+                if evaluate_every is not None and checkpointer.num_steps % evaluate_every == 0:
+                    model.eval()
+                    with torch.no_grad():
+                        for batch in evaluation:
+                            model(**batch)
+                    model.train()
 
 
 if __name__ == "__main__":
