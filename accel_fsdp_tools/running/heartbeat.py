@@ -143,7 +143,7 @@ def clear_beats(root: Path) -> list[Beat]:
         directory = get_directory(root)
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.iterdir():
-            path.unlink()
+            path.unlink(missing_ok=True)  # a probe beside this one removes what it made
     except OSError as error:
         logger.warning("heartbeats of an earlier run could not be removed from %s: %s", root, error)
     return beats
