@@ -386,6 +386,20 @@ def test_heartbeats_tell_the_last_step_and_every_phase(tmp_path: Path, monkeypat
     assert [path.name for path in get_directory(tmp_path).iterdir()] == ["rank_00000.json"]
 
 
+def test_how_it_ended_is_not_overwritten_by_a_training_that_has_not_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repeated signal ends the run on a thread of its own, perhaps with a slow storage."""
+    go_on, write = threading.Event(), Heartbeat._write
+    monkeypatch.setattr(Heartbeat, "_write", lambda self, beat: (go_on.wait(60), write(self, beat)))
+    heart = Heartbeat(tmp_path, _make_beat(0))
+    heart.finish("stopped", "why", timeout_s=0.01)
+    heart.tell_phase("saving", None)
+    go_on.set()
+    heart._thread.join(60)
+    assert (_read(tmp_path).state, _read(tmp_path).note, _read(tmp_path).phase) == ("stopped", "why", "saving")
+
+
 def test_heartbeats_that_cannot_be_written_are_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".accel_fsdp_tools").write_text("in the way")
     assert clear_beats(tmp_path) == []

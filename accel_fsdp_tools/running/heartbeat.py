@@ -187,7 +187,7 @@ class Heartbeat:
         """This phase begins, or makes progress; another one is written at once."""
         self._progress = (self._progress[0], time.time())
         if (phase, limit_s) != (self._told.phase, self._told.limit_s):
-            self._told = _Told(phase, limit_s)
+            self._told = dataclasses.replace(self._told, phase=phase, limit_s=limit_s)  # it may have ended already
             self._wake.set()
 
     def finish(self, state: str, note: str = "", *, timeout_s: float = _LAST_WRITE_S) -> None:
