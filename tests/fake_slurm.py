@@ -83,14 +83,7 @@ class FakeSlurm:
         self.folder = folder
         binaries = folder / "bin"
         binaries.mkdir(parents=True)
-        programs = {
-            "srun": _SRUN,
-            "scontrol": _SCONTROL,
-            "squeue": _SQUEUE,
-            "sbatch": _SBATCH,
-            "accel-fsdp": _ACCEL_FSDP,
-        }
-        for name, code in programs.items():
+        for name, code in _PROGRAMS.items():
             (binaries / name).write_text(f"#!{sys.executable}\n{code}")
             (binaries / name).chmod(0o755)
         (binaries / "accelerate").write_text(
@@ -98,7 +91,8 @@ class FakeSlurm:
         )
         (binaries / "accelerate").chmod(0o755)
         self.num_restarts = 0
-        self._job_id = find_free_port() - 20000  # the script makes the port from it
+        # The script makes the port from it, from 20000 on.
+        self._job_id = next(port for port in iter(find_free_port, None) if port >= 20000) - 20000
 
     def start(self, *options: str, **variables: str) -> subprocess.Popen[str]:
         """Start the batch script, as `sbatch examples/slurm/train.sbatch OPTIONS` would."""
@@ -108,7 +102,7 @@ class FakeSlurm:
         environment = make_environment(
             PATH=f"{self.folder / 'bin'}:{os.environ['PATH']}",
             FAKE_SLURM=str(self.folder),
-            SLURM_JOB_ID=str(self._job_id % 20000),
+            SLURM_JOB_ID=str(self._job_id),
             SLURM_JOB_NODELIST="node[0-1]",
             SLURM_NNODES="2",
             SLURM_GPUS_ON_NODE="1",
@@ -142,7 +136,7 @@ class FakeSlurm:
         """What `scancel` does to the job's state."""
         (self.folder / "state").write_text("COMPLETING")
 
-    def wait(self, job: subprocess.Popen[str], timeout_s: float = 300.0) -> Ended:
+    def wait(self, job: subprocess.Popen[str], timeout_s: float = 600.0) -> Ended:
         """Wait for the job's end; a job that is started next is its restart."""
         try:
             output, _ = job.communicate(timeout=timeout_s)

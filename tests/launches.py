@@ -33,7 +33,7 @@ def make_environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
 
 
-def run(*command: Any, timeout_s: float = 300.0, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(*command: Any, timeout_s: float = 600.0, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command in the root of the project, to its end."""
     process = start(*command, **variables)
     try:
@@ -80,7 +80,7 @@ def read_starts(output: Path, what: str = "step") -> list[int]:
     return [line[what] for line in read_log(output) if line.get("event") == "start"]
 
 
-def wait_for_step(output: Path, step: int, timeout_s: float = 200.0) -> None:
+def wait_for_step(output: Path, step: int, timeout_s: float = 400.0) -> None:
     """Wait until a run has logged this step."""
     log, deadline = output / "log.jsonl", time.monotonic() + timeout_s
     while not (log.exists() and f'"step": {step},' in log.read_text()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -288,6 +289,12 @@ def test_a_reader_that_stops_reading_is_no_error(good: Path) -> None:
     assert result.stderr == ""
 
 
+def _read_childrens_cpu_s() -> float:
+    """Of those that have ended: other than a clock, it does not count what else the machine does."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def test_help_starts_fast_and_without_heavy_imports() -> None:
     code = (
         "import sys\n"
@@ -298,7 +305,7 @@ def test_help_starts_fast_and_without_heavy_imports() -> None:
     )
     seconds = []
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = _read_childrens_cpu_s()
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, timeout=60)
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 0.3, seconds
+        seconds.append(_read_childrens_cpu_s() - begin)
+    assert 0 < min(seconds) < 0.3, seconds

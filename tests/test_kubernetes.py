@@ -274,9 +274,9 @@ def test_pods_that_are_drained_go_on_elsewhere(uninterrupted: Path, tmp_path: Pa
     output = tmp_path / "run"
     with _pods("jobset.yaml", output) as start:
         pods = [start(number, "--fail-at-step", "10", "--fail-how", "signal") for number in (0, 1)]
-        assert [pod.wait(300) for pod in pods] == [75, 75], _read_logs(tmp_path)
+        assert [pod.wait(600) for pod in pods] == [75, 75], _read_logs(tmp_path)
         pods = [start(number) for number in (0, 1)]
-        assert [pod.wait(300) for pod in pods] == [0, 0], _read_logs(tmp_path)
+        assert [pod.wait(600) for pod in pods] == [0, 0], _read_logs(tmp_path)
     assert_identical(uninterrupted, output)
     assert len(read_starts(output)) == 2
 
@@ -287,15 +287,15 @@ def test_a_pod_that_is_lost_is_waited_for(tmp_path: Path, how: signal.Signals) -
     """The PyTorchJob starts one pod again; the launcher of the other one has waited for it."""
     with _pods("pytorchjob.yaml", tmp_path / "whole") as start:
         pods = [start(number, *LONG) for number in (0, 1)]
-        assert [pod.wait(300) for pod in pods] == [0, 0], _read_logs(tmp_path)
+        assert [pod.wait(600) for pod in pods] == [0, 0], _read_logs(tmp_path)
     output = tmp_path / "run"
     with _pods("pytorchjob.yaml", output) as start:
         pods = [start(number, *LONG) for number in (0, 1)]
         wait_for_step(output, 30)
         _end(pods[1], how)
-        assert pods[1].wait(100) == (75 if how == signal.SIGTERM else -signal.SIGKILL)
+        assert pods[1].wait(200) == (75 if how == signal.SIGTERM else -signal.SIGKILL)
         pods[1] = start(1, *LONG)
-        assert [pod.wait(300) for pod in pods] == [0, 0], _read_logs(tmp_path)
+        assert [pod.wait(600) for pod in pods] == [0, 0], _read_logs(tmp_path)
     result = compare(tmp_path / "whole", output)
     assert result.returncode == 0, result.stdout
     first, *others = read_starts(output)

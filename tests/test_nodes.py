@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import subprocess
@@ -82,7 +83,8 @@ class Nodes:
 def kill_node(launcher: subprocess.Popen[str]) -> None:
     """All processes of a node at once, as when it loses its power."""
     for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
-        process.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself meanwhile
+            process.send_signal(signal.SIGKILL)
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _wait(processes: list[subprocess.Popen[str]], timeout_s: float = 300.0) -> list[int]:
+def _wait(processes: list[subprocess.Popen[str]], timeout_s: float = 600.0) -> list[int]:
     return [process.wait(timeout_s) for process in processes]
 
 
@@ -124,7 +126,7 @@ def test_with_the_static_rendezvous_all_launchers_are_started_again(whole: Path,
     launchers = [nodes.start(number, output, *LONG) for number in (0, 1)]
     wait_for_step(output, 30)
     kill_node(launchers[1])
-    assert launchers[0].wait(60) == 1, nodes.read_logs()
+    assert launchers[0].wait(200) == 1, nodes.read_logs()
     assert _wait([nodes.start(number, output, *LONG) for number in (0, 1)]) == [0, 0], nodes.read_logs()
     assert_identical(whole, output)
     assert len(read_starts(output)) == 2
@@ -196,7 +198,7 @@ def test_nodes_that_go_and_come_change_the_number_of_ranks(nodes: Nodes, tmp_pat
     assert max(losses[1]) == read_starts(output)[2]
 
 
-def _wait_for_text(path: Path, text: str, timeout_s: float = 100.0) -> None:
+def _wait_for_text(path: Path, text: str, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while text not in path.read_text():
         assert time.monotonic() < deadline, path.read_text()[-3000:]

@@ -185,7 +185,9 @@ def test_signals_reach_the_launcher_as_one_sigterm(tmp_path: Path) -> None:
         "import os, signal, sys, time; count = []; "
         "signal.signal(signal.SIGTERM, lambda *_: count.append(1)); "
         "print(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'], flush=True); "
-        "os.kill(os.getpid(), signal.SIGUSR1); time.sleep(0.5); time.sleep(0.5); sys.exit(40 + len(count))"
+        "os.kill(os.getpid(), signal.SIGUSR1); deadline = time.monotonic() + 60\n"
+        "while not count and time.monotonic() < deadline: time.sleep(0.05)\n"
+        "time.sleep(1.0); sys.exit(40 + len(count))"
     )
     command = [*SUPERVISE, tmp_path, "--grace", "77", "--", sys.executable, "-c", code]
     process = subprocess.Popen(
@@ -200,7 +202,7 @@ def test_signals_reach_the_launcher_as_one_sigterm(tmp_path: Path) -> None:
     assert process.stdout.readline() == "77\n"
     for number in (signal.SIGQUIT, signal.SIGUSR1, signal.SIGTERM):
         os.killpg(process.pid, number)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=100)
     assert process.returncode == 41, error
     assert error.count("came; the launcher gets a SIGTERM") == 1
 

@@ -37,11 +37,15 @@ def _launch(log: Path, environment: dict[str, str], **settings: Any) -> Iterator
         process.wait()
 
 
-def _wait_for(log: Path, text: str, process: subprocess.Popen[bytes], timeout_s: float = 120.0) -> None:
+def _wait_for(log: Path, text: str, process: subprocess.Popen[bytes], timeout_s: float = 200.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while text not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
+    while True:
+        has_ended = process.poll() is not None  # asked first: it may write this and end in between
+        found = log.read_text()
+        if text in found:
+            return
+        assert not has_ended, found
+        assert time.monotonic() < deadline, found
         time.sleep(0.05)
 
 
@@ -55,7 +59,7 @@ def test_the_launcher_passes_a_signal_on_and_waits(tmp_path: Path, name: str) ->
     with _launch(log, environment, root=str(root), pause_s=0.3) as process:
         _wait_for(log, "batch 3", process)
         process.send_signal(getattr(signal, name))
-        assert process.wait(120) == 1, "whatever its workers end with"
+        assert process.wait(250) == 1, "whatever its workers end with"
     text = log.read_text()
     assert f"{name} came; saved {root}/step_" in text
     assert "ends with exit code 75" in text
@@ -69,7 +73,7 @@ def test_workers_of_a_dead_rank_end_before_the_launcher_kills_them(tmp_path: Pat
     root, log = tmp_path / "root", tmp_path / "log"
     settings = {"stuck": [0, 3], "die": [1, 3], "last_words_s": 2.0}
     with _launch(log, {}, root=str(root), **settings) as process:
-        assert process.wait(150) == 1
+        assert process.wait(250) == 1
     text = log.read_text()
     assert "has ended, so no step will end" in text
     assert "in block" in text

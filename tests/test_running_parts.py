@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -107,11 +108,11 @@ def test_progress_and_the_end_keep_the_watchdog_quiet() -> None:
         """
         from accel_fsdp_tools.running.watchdog import Watchdog
         watchdog = Watchdog()
-        for _ in range(8):
-            watchdog.arm(0.6)
-            time.sleep(0.2)
+        for _ in range(4):
+            watchdog.arm(2.0)
+            time.sleep(0.7)
         watchdog.cancel()
-        time.sleep(0.8)
+        time.sleep(2.2)
         """
     )
     assert (result.returncode, result.stderr) == (0, "")
@@ -122,15 +123,21 @@ def test_progress_and_the_end_keep_the_watchdog_quiet() -> None:
 _WATCH = """
 from accel_fsdp_tools.running import signals
 signals.REPEAT_S, signals.LAST_WORDS_S = 0.3, 0.5
+told, tell = [], signals.tell
+signals.tell = lambda text: (tell(text), told.append(text))
+def wait_until_told(text=""):
+    while not any(text in each for each in told):
+        time.sleep(0.01)
 def block():
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)  # for ever, in C, without the GIL
-def send(delay_s, name="SIGTERM", count=1):
+def send(*names):  # each once the process has heard of the one before, and that one is over
     def work():
-        time.sleep(delay_s)
-        for _ in range(count):
+        for name in names:
+            time.sleep(0.6)
             os.kill(os.getpid(), getattr(signal, name))
+            wait_until_told()
     threading.Thread(target=work, daemon=True).start()
 """
 
@@ -139,6 +146,7 @@ def test_a_signal_sets_a_flag_and_earlier_handlers_hear_of_it() -> None:
     result = _run_script(
         _WATCH
         + """
+signals.REPEAT_S = 30
 def earlier(number, frame):
     print("earlier", number)
     raise SystemExit(3)
@@ -148,7 +156,7 @@ watch.install()
 assert watch.received is None
 os.kill(os.getpid(), signal.SIGTERM)
 os.kill(os.getpid(), signal.SIGTERM)  # at once: the same request
-time.sleep(0.1)
+wait_until_told("SIGTERM: this process")
 assert watch.received is signal.SIGTERM
 watch.restore()
 assert signal.getsignal(signal.SIGTERM) is earlier
@@ -167,11 +175,19 @@ print("end")
 @pytest.mark.parametrize(
     ("script", "code", "text"),
     [
-        ("send(0.2); send(0.8); block()", 143, "SIGTERM once more: stopping at once"),
-        ("send(0.2, 'SIGUSR1'); send(0.8); block()", 143, "SIGTERM once more: stopping at once"),
-        ("send(0.2); watch.begin_to_leave(75); time.sleep(0.4); print('kept', flush=True); send(0.1); block()", 75, ""),
-        ("lost.append('rank 3 has ended'); send(0.2); block()", 143, "rank 3 has ended, so no step will end"),
-        ("lost.append('rank 3 has ended'); send(0.2); time.sleep(0.4); sys.exit(5)", 5, "rank 3 has ended"),
+        ("send('SIGTERM', 'SIGTERM'); block()", 143, "SIGTERM once more: stopping at once"),
+        ("send('SIGUSR1', 'SIGTERM'); block()", 143, "SIGTERM once more: stopping at once"),
+        (
+            "leave(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(2.2); tell('kept'); send('SIGTERM'); block()",
+            75,
+            "kept",
+        ),
+        ("lost.append('rank 3 has ended'); send('SIGTERM'); block()", 143, "rank 3 has ended, so no step will end"),
+        (
+            "lost.append('rank 3 has ended'); end()",
+            5,
+            "rank 3 has ended",
+        ),
     ],
     ids=["repeated", "another one", "leaving", "a dead neighbour", "a dead neighbour, noticed"],
 )
@@ -186,6 +202,14 @@ watch = signals.SignalWatch(
     clean_up=lambda code, text: print("cleaned up", code, flush=True),
 )
 watch.install()
+def leave():
+    signals.REPEAT_S = 2.0
+    watch.begin_to_leave(75)
+def end():
+    signals.LAST_WORDS_S = 50
+    send("SIGTERM")
+    wait_until_told()
+    sys.exit(5)
 {script}
 """
     )
@@ -220,11 +244,13 @@ def test_a_forked_child_is_no_rank() -> None:
         + """
 watch = signals.SignalWatch(signals.parse_signals(["SIGTERM", "SIGUSR1"]))
 watch.install()
+reader, writer = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(writer, b"ready")
     time.sleep(30)
     os._exit(0)
-time.sleep(0.2)
+os.read(reader, 5)
 os.kill(child, signal.SIGUSR1)
 time.sleep(0.2)
 assert os.waitpid(child, os.WNOHANG) == (0, 0)
@@ -232,6 +258,33 @@ os.kill(child, signal.SIGTERM)
 assert os.waitpid(child, 0)[1] == signal.SIGTERM
 time.sleep(0.2)
 assert watch.received is None
+"""
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_watch_that_ends_leaves_nothing_open_and_a_childs_end_is_its_own() -> None:
+    result = _run_script(
+        _WATCH
+        + """
+def watch():
+    watch = signals.SignalWatch(signals.parse_signals(["SIGTERM"]))
+    watch.install()
+    return watch
+num_open = len(os.listdir("/proc/self/fd"))
+for _ in range(3):
+    watch().restore()
+while threading.active_count() > 1:
+    time.sleep(0.01)
+assert len(os.listdir("/proc/self/fd")) == num_open
+watched = watch()
+child = os.fork()
+if child == 0:
+    watched.restore()
+    os._exit(0)
+os.waitpid(child, 0)
+os.kill(os.getpid(), signal.SIGTERM)
+wait_until_told()  # by the thread, which still listens
 """
     )
     assert result.returncode == 0, result.stderr
@@ -253,7 +306,7 @@ def _make_check(health: Any, *, every: int = 1, timeout_s: float = 10.0, is_firs
     return HealthCheck(health, every=every, timeout_s=timeout_s, is_first_of_node=is_first)
 
 
-def _wait_for(check: HealthCheck, *, steps: int = 200) -> str | None:
+def _wait_for(check: HealthCheck, *, steps: int = 2000) -> str | None:
     try:
         for step in range(1, steps):
             problem = check.check(step)
@@ -279,11 +332,11 @@ def test_a_function_is_called_every_so_often() -> None:
     assert "returned False" in str(_make_check(lambda: False, is_first=False).check(1)), "on every rank"
 
 
-def test_a_command_runs_beside_the_training() -> None:
-    started = time.monotonic()
-    check = _make_check(r"echo 17 errors; printf 'more\033\377\000' >&2; sleep 0.2; exit 3")
-    assert check.check(1) is None
-    assert time.monotonic() - started < 0.2
+def test_a_command_runs_beside_the_training(tmp_path: Path) -> None:
+    waits = f"until test -e {tmp_path}/go; do sleep 0.05; done"
+    check = _make_check(rf"echo 17 errors; printf 'more\033\377\000' >&2; {waits}; exit 3")
+    assert [check.check(step) for step in range(1, 8)] == [None] * 7
+    (tmp_path / "go").touch()
     problem = _wait_for(check)
     assert problem is not None
     assert "ended with 3: 17 errors\nmore\ufffd\ufffd\ufffd" in problem, "nothing that moves a cursor"
@@ -292,8 +345,8 @@ def test_a_command_runs_beside_the_training() -> None:
 
 
 def test_a_command_that_hangs_is_killed(tmp_path: Path) -> None:
-    check = _make_check(f"echo $$ > {tmp_path}/pid; sleep 100", timeout_s=0.3)
-    assert "did not end within 0.3 s" in str(_wait_for(check))
+    check = _make_check(f"echo $$ > {tmp_path}/pid; sleep 100", timeout_s=2.0)
+    assert "did not end within 2 s" in str(_wait_for(check))
     process_id = int((tmp_path / "pid").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)
@@ -357,14 +410,14 @@ def _read(root: Path) -> Beat:
     return list_beats(root)[0][1]
 
 
-def _wait_until(condition: Any, timeout_s: float = 5.0) -> None:
+def _wait_until(condition: Any, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_heartbeats_tell_the_last_step_and_every_phase(tmp_path: Path) -> None:
+def test_heartbeats_tell_the_last_step_and_every_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heart = Heartbeat(tmp_path, _make_beat(0, step=0, phase="loading"))
     _wait_until(lambda: list_beats(tmp_path))
     inodes, started = set(), time.monotonic()
@@ -374,13 +427,29 @@ def test_heartbeats_tell_the_last_step_and_every_phase(tmp_path: Path) -> None:
         time.sleep(0.002)
     assert len(inodes) <= 2 + (time.monotonic() - started), "once a second"
     _wait_until(lambda: _read(tmp_path).step == 199)
+    monkeypatch.setattr("accel_fsdp_tools.running.heartbeat.EVERY_S", 100.0)
+    time.sleep(1.1)  # from now on it waits for so long
     heart.tell_phase("saving", 60.0)
-    _wait_until(lambda: _read(tmp_path).phase == "saving", 0.9)
+    _wait_until(lambda: _read(tmp_path).phase == "saving")
     assert _read(tmp_path).limit_s == 60.0
     heart.finish("preempted", "why")
     beat = _read(tmp_path)
     assert (beat.state, beat.note, beat.step, beat.process_id) == ("preempted", "why", 199, os.getpid())
     assert [path.name for path in get_directory(tmp_path).iterdir()] == ["rank_00000.json"]
+
+
+def test_how_it_ended_is_not_overwritten_by_a_training_that_has_not_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repeated signal ends the run on a thread of its own, perhaps with a slow storage."""
+    go_on, write = threading.Event(), Heartbeat._write
+    monkeypatch.setattr(Heartbeat, "_write", lambda self, beat: (go_on.wait(60), write(self, beat)))
+    heart = Heartbeat(tmp_path, _make_beat(0))
+    heart.finish("stopped", "why", timeout_s=0.01)
+    heart.tell_phase("saving", None)
+    go_on.set()
+    heart._thread.join(60)
+    assert (_read(tmp_path).state, _read(tmp_path).note, _read(tmp_path).phase) == ("stopped", "why", "saving")
 
 
 def test_heartbeats_that_cannot_be_written_are_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -393,6 +462,17 @@ def test_heartbeats_that_cannot_be_written_are_no_error(tmp_path: Path, caplog: 
     heart.finish("finished")
     assert caplog.text.count("cannot write its heartbeat") == 1
     assert list_beats(tmp_path) == []
+
+
+def test_heartbeats_are_cleared_beside_a_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It makes a file there to ask the storage for the time, and removes it."""
+    path = _write(tmp_path, _make_beat(0))
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter([path.with_name(".clock.0"), path]))
+    assert len(clear_beats(tmp_path)) == 1
+    assert not path.exists()
+    assert caplog.text == ""
 
 
 def test_what_is_no_heartbeat_is_left_out(tmp_path: Path) -> None:
@@ -429,7 +509,7 @@ def test_the_rank_behind_is_named(tmp_path: Path) -> None:
     health = judge_run(tmp_path, Tolerance())
     assert not health.ok
     assert "rank 1 on" in health.summary
-    assert "(300 s): step 480, phase step; 1 others stand at up to step 481" in health.summary
+    assert re.search(r"\(30\d s\): step 480, phase step; 1 others stand at up to step 481", health.summary)
     _write(tmp_path, _make_beat(2, 3, phase="saving", limit_s=200.0), age_s=300)
     assert _judge(tmp_path)[2] == "stale", "the run's own limit"
 
@@ -440,7 +520,7 @@ def test_ends_are_told_apart(tmp_path: Path) -> None:
     for beat, age_s, verdict in (
         (_make_beat(0, 1), 5, "good"),
         (_make_beat(0, 1, **gone), 5, "starting"),
-        (_make_beat(0, 1, **gone), 299, "starting"),
+        (_make_beat(0, 1, **gone), 270, "starting"),
         (_make_beat(0, 1, **gone), 301, "gone"),
         (_make_beat(0, 1, process_started=1.0), 301, "gone"),
         (_make_beat(0, 1, namespace="pid:[1]", **gone), 5, "good"),

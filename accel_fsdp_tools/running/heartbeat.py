@@ -162,7 +162,7 @@ def clear_beats(root: Path) -> list[Beat]:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.iterdir():
             if path.is_symlink() or not path.is_dir():  # a folder is nobody's heartbeat
-                path.unlink()
+                path.unlink(missing_ok=True)  # a probe beside this one removes what it made
     except OSError as error:
         logger.warning("heartbeats of an earlier run could not be removed from %s: %s", root, error)
     return beats
@@ -206,7 +206,7 @@ class Heartbeat:
         """This phase begins, or makes progress; another one is written at once."""
         self._progress = (self._progress[0], time.time())
         if (phase, limit_s) != (self._told.phase, self._told.limit_s):
-            self._told = _Told(phase, limit_s)
+            self._told = dataclasses.replace(self._told, phase=phase, limit_s=limit_s)  # it may have ended already
             self._wake.set()
 
     def finish(self, state: str, note: str = "", *, timeout_s: float = _LAST_WRITE_S) -> None:

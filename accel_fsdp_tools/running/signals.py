@@ -124,6 +124,7 @@ class SignalWatch:
             return
         self._put_back()
         os.write(self._pipe[1], bytes([_END]))
+        os.close(self._pipe[1])
         self._pipe = None
 
     def _keep_exit_code(self) -> None:
@@ -144,8 +145,9 @@ class SignalWatch:
             signal.set_wakeup_fd(found)
 
     def forget_in_child(self) -> None:
-        """A forked child is no rank: a signal to it must not count as one to this process."""
+        """A forked child is no rank: neither a signal to it nor its end must count as one to this process."""
         signal.set_wakeup_fd(-1)
+        self._pipe = None
         for each in self._signals:
             # What says "stop soon" is sent to every process of a job: it must not kill the workers of a dataloader,
             # whose rank needs them until the end of the step.
