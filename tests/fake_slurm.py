@@ -21,7 +21,8 @@ from tests.harness import find_free_port
 from tests.launches import ROOT, make_environment
 
 _SRUN = """
-import os, signal, subprocess, sys, time
+import contextlib, os, signal, subprocess, sys, time
+import psutil
 command = sys.argv[1:]
 options = []
 while command[0].startswith("--"):
@@ -46,7 +47,10 @@ while any(task.poll() is None for task in tasks):
                 task.terminate()
     if killed_at is not None and time.monotonic() > killed_at + 30:
         for task in tasks:
-            task.kill()
+            if task.poll() is None:
+                for process in [*psutil.Process(task.pid).children(recursive=True), task]:  # its cgroup
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
 sys.exit(max(task.returncode if task.returncode >= 0 else 128 - task.returncode for task in tasks))
 """
 _SCONTROL = """
