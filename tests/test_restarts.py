@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,33 @@ def test_a_terminal_that_closes_ends_nothing_under_nohup(tmp_path: Path) -> None
     finally:
         signal.signal(signal.SIGHUP, before)
     assert ended.returncode == 7
+
+
+def test_a_launcher_that_is_ending_its_ranks_is_asked_twice_at_most(tmp_path: Path) -> None:
+    launcher = (
+        "import os, signal, sys, time; count = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (count.append(1), os.write(1, b'heard\\n')))\n"
+        f"os.write(1, b'ready\\n')\nwhile not os.path.exists({str(tmp_path / 'end')!r}): time.sleep(0.05)\n"
+        "sys.exit(40 + len(count))"
+    )
+    code = (
+        "import pathlib, sys; from accel_fsdp_tools.running import supervising as s; s.REPEAT_S = 0.1; "
+        f"sys.exit(s.supervise([sys.executable, '-c', {launcher!r}], pathlib.Path({str(tmp_path)!r})))"
+    )
+    process = start(sys.executable, "-c", code)
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline() in ("ready\n", "heard\n")
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "heard\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    (tmp_path / "end").touch()
+    _, error = process.communicate(timeout=100)
+    assert process.returncode == 42, error
+    assert "is ending its ranks already" in error
 
 
 def test_a_launch_whose_restarts_cannot_work_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

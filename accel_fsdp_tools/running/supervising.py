@@ -22,6 +22,7 @@ from .signals import REPEAT_S
 from .watchdog import tell
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_MOST_REQUESTS = 2  # a third one makes torchrun's agent, which is ending its ranks, hang for ever if it has `--tee`
 _GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -52,6 +53,7 @@ class _Supervisor:
             self._environment[_GRACE] = str(grace_s)
         self._launcher: subprocess.Popen[bytes] | None = None
         self._asked_at: float | None = None
+        self._num_requests = 0
         self._waiting: signal.Signals | None = None  # came before there was a launcher
 
     def run(self) -> int:
@@ -83,6 +85,10 @@ class _Supervisor:
             self._waiting = received
         elif self._asked_at is None or now > self._asked_at + REPEAT_S:
             self._asked_at = now
+            self._num_requests += 1
+            if self._num_requests > _MOST_REQUESTS:
+                tell(f"accel-fsdp supervise: {received.name} came; the launcher is ending its ranks already")
+                return
             tell(f"accel-fsdp supervise: {received.name} came; the launcher gets a SIGTERM")
             self._launcher.send_signal(signal.SIGTERM)
 
