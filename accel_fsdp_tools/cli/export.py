@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from .exits import DIFFERENCE, GOOD
-from .parsing import parse_threads
+from .parsing import parse_count, parse_index
 
 NAME = "export"
 HELP = "turn a checkpoint into the directory that save_pretrained would have written"
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="DIR", help="directory or hub id with config and tokenizer, where the checkpoint has none"
     )
-    parser.add_argument("--model-index", metavar="N", type=_parse_index, help="which of several models")
+    parser.add_argument("--model-index", metavar="N", type=parse_index, help="which of several models")
     parser.add_argument("--key", metavar="KEY", help="place of a state dict inside the files (ema, app.model)")
     parser.add_argument(
         "--state",
@@ -70,15 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
     parser.add_argument("--report", action="store_true", help="write export_report.json beside the weights")
-    parser.add_argument("--threads", metavar="N", type=parse_threads, help="default: one per processor")
+    parser.add_argument("--threads", metavar="N", type=parse_count, help="default: one per processor")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing if all went well")
-
-
-def _parse_index(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no index; give 0 or more")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .exits import GOOD, STALE
+from .parsing import parse_amount
 
 if TYPE_CHECKING:
     from ..running.judging import RankHealth, RunHealth
@@ -27,12 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("root", metavar="RUN_DIR", type=Path, help="the folder that holds the checkpoints")
     parser.add_argument(
-        "--max-age", metavar="SECONDS", type=_parse_seconds, default=120.0, help="silence between steps (default 120)"
+        "--max-age", metavar="SECONDS", type=parse_amount, default=120.0, help="silence between steps (default 120)"
     )
     parser.add_argument(
         "--max-phase-age",
         metavar="SECONDS",
-        type=_parse_seconds,
+        type=parse_amount,
         default=1800.0,
         help="silence while loading, saving, evaluating, before the first step; the run's own hang_limits rule where "
         "it has any (default 1800)",
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--startup-grace",
         metavar="SECONDS",
-        type=_parse_seconds,
+        type=parse_amount,
         default=300.0,
         help="after the start of the container, and after a process has ended: it may be starting again (default 300)",
     )
@@ -51,16 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end with the run's own exit code, which launchers hide: 0 finished, 75 preempted, 69 unhealthy, 1 else",
     )
     parser.add_argument("--json", action="store_true", help="print what is known as JSON")
-
-
-def _parse_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: give seconds, 0 or more")
-    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:

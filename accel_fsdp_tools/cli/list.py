@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .exits import DIFFERENCE, GOOD
+from .parsing import parse_count
 from .tables import align
 
 if TYPE_CHECKING:
@@ -30,16 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-resumes",
         metavar="N",
-        type=_parse_count,
+        type=parse_count,
         help="as the run's own max_resumes: pass over what N runs have begun with, none of which has saved since",
     )
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
-
-
-def _parse_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give 1 or more")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

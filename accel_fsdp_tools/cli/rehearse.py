@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import shutil
 import signal
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from .exits import DIFFERENCE, FAILED, GOOD
+from .parsing import parse_amount, parse_count, parse_index, parse_positive
 
 NAME = "rehearse"
 HELP = "run your own script without a break, then killed and resumed, and say whether it resumes exactly"
@@ -30,17 +30,17 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--steps", metavar="N", type=_parse_count, default=12, help="updates of a run (default 12)")
+    parser.add_argument("--steps", metavar="N", type=parse_count, default=12, help="updates of a run (default 12)")
     parser.add_argument(
-        "--kill-at", metavar="N", type=_parse_count, default=5, help="the update after which it is killed (default 5)"
+        "--kill-at", metavar="N", type=parse_count, default=5, help="the update after which it is killed (default 5)"
     )
     parser.add_argument(
         "--save-at",
         metavar="N",
-        type=_parse_count,
+        type=parse_count,
         help="the update after which it saves, besides its own saves (default: two before the kill)",
     )
-    parser.add_argument("--kill-rank", metavar="RANK", type=_parse_rank, help="the rank to kill (default: all)")
+    parser.add_argument("--kill-rank", metavar="RANK", type=parse_index, help="the rank to kill (default: all)")
     parser.add_argument(
         "--elastic", metavar="N:M", help="run on N processes and resume on M; what must be the same then is compared"
     )
@@ -54,14 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance",
         metavar="X",
-        type=_parse_tolerance,
+        type=parse_amount,
         default=0.01,
         help="with --elastic: how far losses may be apart, relatively (default 0.01)",
     )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=_parse_seconds,
+        type=parse_positive,
         default=1800.0,
         help="of each of the three or four runs (default 1800)",
     )
@@ -77,35 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "command", metavar="-- COMMAND", nargs=argparse.REMAINDER, help="how you start the script, with its arguments"
     )
-
-
-def _parse_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give 1 or more")
-    return int(text)
-
-
-def _parse_rank(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no rank; give 0 or more")
-    return int(text)
-
-
-def _parse_seconds(text: str) -> float:
-    seconds = _parse_tolerance(text)
-    if seconds == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give more than 0")
-    return seconds
-
-
-def _parse_tolerance(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
-    if not math.isfinite(number) or number < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give 0 or more")
-    return number
 
 
 def run(arguments: argparse.Namespace) -> int:

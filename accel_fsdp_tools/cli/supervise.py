@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from .parsing import parse_index
+
 NAME = "supervise"
 HELP = "run a launcher: signals reach the ranks, and the exit code is theirs"
 DESCRIPTION = (
@@ -23,15 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace",
         metavar="SECONDS",
-        type=_parse_seconds,
+        type=parse_index,
         help="how long the ranks may take to save, before the launcher kills them (default: torchrun's 30)",
     )
-
-
-def _parse_seconds(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: give whole seconds")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

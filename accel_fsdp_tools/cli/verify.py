@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from .exits import DIFFERENCE, GOOD
-from .parsing import parse_threads
+from .parsing import parse_count
 
 NAME = "verify"
 HELP = "check that a checkpoint is whole, undamaged, consistent and harmless to load"
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a class that registered objects may consist of (full dotted name; repeatable)",
     )
-    parser.add_argument("--threads", metavar="N", type=parse_threads, default=2, help="files read at once (default 2)")
+    parser.add_argument("--threads", metavar="N", type=parse_count, default=2, help="files read at once (default 2)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--quiet", action="store_true", help="print failures only, and nothing if there are none")
 
