@@ -45,6 +45,13 @@ def run(*command: Any, timeout_s: float = 600.0, **variables: str) -> subprocess
     return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
 
+def train_whole(output: Path, *options: str) -> Path:
+    """Launch the example without a break, and return the folder that it has filled."""
+    result = run(*ON_TWO_CPUS, *EXAMPLE, "--output-dir", output, *options)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return output
+
+
 def start(*command: Any, **variables: str) -> subprocess.Popen[str]:
     """Start a command in the root of the project."""
     return subprocess.Popen(

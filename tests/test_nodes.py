@@ -19,16 +19,17 @@ from tests.launches import (
     EXAMPLE,
     LAUNCH,
     ON_TWO_CPUS,
+    ROOT,
     SUPERVISE,
     assert_identical,
     make_environment,
     read_log,
     read_starts,
     run,
+    train_whole,
     wait_for_step,
 )
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(900)
 LONG = ["--steps", "150", "--save-every", "20", "--samples", "400"]
 
@@ -96,10 +97,7 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    result = run(*ON_TWO_CPUS, *EXAMPLE, "--output-dir", folder, *LONG)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return folder
+    return train_whole(tmp_path_factory.mktemp("whole"), *LONG)
 
 
 def _wait(processes: list[subprocess.Popen[str]], timeout_s: float = 600.0) -> list[int]:
@@ -174,9 +172,7 @@ def test_fewer_ranks_go_on_with_the_same_samples(tmp_path: Path) -> None:
 def test_nodes_that_go_and_come_change_the_number_of_ranks(nodes: Nodes, tmp_path: Path) -> None:
     """torchrun goes on with the node that is left, and takes in one that comes; nobody starts anything by hand."""
     options = [*LONG, "--update-size", "8", "--dropout", "0"]
-    result = run(*ON_TWO_CPUS, *EXAMPLE, "--output-dir", tmp_path / "whole", *options)
-    assert result.returncode == 0, result.stderr[-3000:]
-    (expected,) = _read_losses(tmp_path / "whole")
+    (expected,) = _read_losses(train_whole(tmp_path / "whole", *options))
     output = tmp_path / "run"
     launchers = [nodes.start(number, output, *options) for number in (0, 1)]
     wait_for_step(output, 30)

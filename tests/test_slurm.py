@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_slurm import FakeSlurm
-from tests.launches import EXAMPLE, ON_TWO_CPUS, ROOT, assert_identical, compare, read_starts, run, wait_for_step
+from tests.launches import ROOT, assert_identical, compare, read_starts, train_whole, wait_for_step
 
 pytestmark = pytest.mark.timeout(900)
 SCRIPTS = sorted((ROOT / "examples" / "slurm").iterdir())
@@ -29,10 +29,7 @@ def test_scripts_are_sound() -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    result = run(*ON_TWO_CPUS, *EXAMPLE, "--output-dir", folder, *LONG)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return folder
+    return train_whole(tmp_path_factory.mktemp("whole"), *LONG)
 
 
 @pytest.mark.matrix
