@@ -1,9 +1,9 @@
 """CRC-32, the one that zip files store, as fast as this machine has it.
 
 Python's zlib reaches 4 GB/s per core, less than half of what reading from the page cache does, so that it decides how
-long a verification takes. Libraries that use the processor's carry-less multiplication reach 15 GB/s. None of them is
-required: whichever is there is used (the Python packages isal and zlib-ng, or the system's libdeflate), once it has
-been seen to agree with zlib.
+long a verification takes. The processor's carry-less multiplication makes 38 GB/s of it in the compiled kernel, 11 to
+15 GB/s in other libraries. None of them is required: whichever is there is used (the kernel, the Python packages isal
+and zlib-ng, or the system's libdeflate), once it has been seen to agree with zlib.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import functools
 import zlib
 from collections.abc import Callable
 from importlib import import_module
+
+from .kernel import find_address, find_kernel
 
 Crc32 = Callable[[memoryview, int], int]
 """Given bytes and the CRC of those before, return the CRC of all."""
@@ -38,6 +40,9 @@ def combine_crc32(first: int, second: int, second_bytes: int) -> int:
 
     So a long item can be read in pieces by several threads, in any order. Takes microseconds.
     """
+    kernel = find_kernel()
+    if kernel is not None:
+        return kernel.combine_crc32(first, second, second_bytes)
     return _multiply(_shift_by(second_bytes), first) ^ second
 
 
@@ -69,6 +74,9 @@ def _shift_by(num_bytes: int) -> int:
 @functools.cache
 def find_crc32() -> tuple[str, Crc32]:
     """Return the name of the fastest implementation on this machine, and the function."""
+    function = _from_kernel()
+    if function is not None and _agrees(function):
+        return "kernel", function
     for name in _MODULES:
         function = _from_module(name)
         if function is not None and _agrees(function):
@@ -78,6 +86,13 @@ def find_crc32() -> tuple[str, Crc32]:
         if function is not None and _agrees(function):
             return "libdeflate", function
     return "zlib", zlib.crc32
+
+
+def _from_kernel() -> Crc32 | None:
+    kernel = find_kernel()
+    if kernel is None:
+        return None
+    return lambda block, before: kernel.compute_crc32(find_address(block) or 0, block.nbytes, before)
 
 
 def _from_module(name: str) -> Crc32 | None:

@@ -10,7 +10,6 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -141,6 +140,10 @@ def seal_files(directory: Path, paths: Iterable[str], *, num_threads: int = 2) -
     The checksums are computed in `num_threads` threads, from pages that are still in memory, while the storage is
     busy with the syncs; both release the GIL. The largest files come first.
     """
+    from concurrent.futures import (
+        ThreadPoolExecutor,
+    )  # here, as in `check_files`: commands that seal nothing start faster
+
     names = list(paths)
     targets = [resolve_inside(directory, name) for name in names]
     order = sorted(range(len(names)), key=lambda index: -targets[index].stat().st_size)
@@ -161,6 +164,7 @@ def check_files(
         CheckpointIncompleteError: a file is missing.
         DamagedCheckpointError: a size or (with `checksums`) a checksum differs.
     """
+    from concurrent.futures import ThreadPoolExecutor
 
     def check(facts: FileFacts) -> None:
         path = resolve_inside(directory, facts.path)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .extents import Box, Part, Run, Shape, get_row_major_strides
+from .kernel import find_kernel
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -144,6 +145,12 @@ class Sums:
 
     def add_run(self, position: int, data: Bytes) -> None:
         """Add consecutive bytes that start `position` bytes into the tensor."""
+        kernel = find_kernel()
+        if kernel is not None:
+            total, weighted = kernel.compute_sums(position, data.__array_interface__["data"][0], data.size)
+            self.total += total
+            self.weighted += weighted
+            return
         head = min(-position % 8, data.size)
         if head:
             self._add_partial_word(position, data[:head])

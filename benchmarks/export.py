@@ -241,7 +241,10 @@ def list_commands(folder: Path, out: Path, options: argparse.Namespace) -> dict[
 
 
 def _is_chosen(name: str, options: argparse.Namespace) -> bool:
-    return name == CP or not options.only or any(map(name.startswith, options.only))
+    def chooses(text: str) -> bool:
+        return name == text or (name.startswith(text) and text not in EXPORTS)
+
+    return name == CP or not options.only or any(map(chooses, options.only))
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -295,7 +298,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--only", action="append", help="beginning of names to run beside cp; can be given repeatedly")
+    parser.add_argument("--only", action="append", help="a name, or the beginning of some, to run beside cp; can be given repeatedly")
     parser.add_argument("--cold", action="store_true", help="drop the checkpoint from the page cache before each")
     parser.add_argument("--model", choices=("llama", "tied", "moe"), default="llama")
     parser.add_argument("--json", action="store_true")

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ..errors import UnsupportedError
 from ..extents import DTYPE_SIZES
+from ..kernel import CASTS, find_kernel
 from .casts import TARGET_DTYPES, can_cast
 
 _BLOCK = 1 << 18  # elements at a time: smaller ones stay in the cache, and threads wait more for the interpreter
@@ -72,6 +73,9 @@ def cast_block(source: memoryview, source_dtype: str, target_dtype: str, out: me
         return CastCounts()
     values = np.frombuffer(source, _BITS[DTYPE_SIZES[source_dtype]])
     result = np.frombuffer(out, _BITS[DTYPE_SIZES[target_dtype]])
+    kernel, number = find_kernel(), CASTS.get((source_dtype, target_dtype))
+    if kernel is not None and number is not None:
+        return CastCounts(kernel.cast(number, values.ctypes.data, result.ctypes.data, count))
     cast = _CASTS.get((source_dtype, target_dtype)) or functools.partial(_look_up, source_dtype, target_dtype)
     num_overflowed = 0
     with np.errstate(all="ignore"):

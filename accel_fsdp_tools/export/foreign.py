@@ -6,7 +6,6 @@ The export itself needs no torch and little memory; the child imports torch and 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -38,6 +37,8 @@ def describe_from_config(
         CheckpointNotFoundError: there is no config.json.
         UnsupportedError: transformers cannot build the model; the message carries what it said.
     """
+    import subprocess  # here: most exports start no other process
+
     directory = Path(directory).resolve()
     if not (directory / "config.json").is_file():
         raise CheckpointNotFoundError(

@@ -159,7 +159,7 @@ def _plan_tensor(job: Job, ledger: _Ledger, gather_bytes: int) -> Iterator[Unit]
     if all(start is not None for start in starts):
         for start, extent in sorted(zip(starts, extents, strict=True), key=lambda pair: pair[0] or 0):
             spans = ledger.note(job, extent.bytes)
-            for first, length in cut(extent.part.numel, UNIT_BYTES // size):
+            for first, length in _cut_at_blocks(job, start or 0, extent.part.numel):
                 spans.append((extent.start + first * size, length * size))
                 offset = extent.offset + first * size
                 yield CopyUnit(job, (start or 0) + first, length, extent.bytes, offset)
@@ -170,6 +170,20 @@ def _plan_tensor(job: Job, ledger: _Ledger, gather_bytes: int) -> Iterator[Unit]
     for part in split_part(get_whole(source.shape), max(1, gather_bytes // size)):
         yield CopyUnit(job, position, part.numel, part=part)
         position += part.numel
+
+
+def _cut_at_blocks(job: Job, start: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Cut elements from `start` on into units that end where blocks of the output do.
+
+    The page cache takes a block that it has to itself in one piece, others in ten.
+    """
+    size = DTYPE_SIZES[job.tensor.dtype]
+    limit = UNIT_BYTES // max(size, DTYPE_SIZES[job.source.dtype])
+    head = min(numel, -(job.offset + start * size) % BLOCK_BYTES // size)
+    if head:
+        yield 0, head
+    for first, length in cut(numel - head, limit):
+        yield head + first, length
 
 
 def _plan_computed(job: Job, source: ComputedTensor, ledger: _Ledger) -> Iterator[Unit]:

@@ -25,7 +25,8 @@ from ..formats.reading import FileCache, read_blocks
 from ..formats.safetensors_reader import read_safetensors
 from ..meter import Meter, Progress
 from .computed import Source
-from .copying import CopyResult
+from .copied import CopyResult
+from .copier import Place
 from .outputs import OutputFile
 from .planning import BLOCK_BYTES, UNIT_BYTES, cut, find_start, get_gather_bytes
 from .source_checks import check_recorded, check_stored
@@ -153,7 +154,7 @@ class _Piece(NamedTuple):
 class OutputProof:
     """Reads ranges of an output, in any order and while it is being written, and judges at the end.
 
-    Implements `copying.ReadsAgain`. Each range is to be read once, by any thread, after its last write.
+    Implements `copier.ReadsAgain`. Each range is to be read once, by any thread, after its last write.
     """
 
     def __init__(
@@ -182,17 +183,22 @@ class OutputProof:
         self._found = {tensor.fqn: [] for tensor in found}
 
     @contextmanager
-    def enter_reader(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Give one thread what reads a range: the tensor's name, the first element, the number of them. 1 MB."""
-        buffer = memoryview(bytearray(BLOCK_BYTES))
+    def enter_reader(self) -> Iterator[_Reader]:
+        """Give one thread what reads ranges. 1 MB."""
         with FileCache() as cache:
+            yield _Reader(self, cache)
 
-            def read(name: str, first: int, length: int) -> None:
-                piece = self._read(cache, buffer, self._tensors[name], first, length)
-                with self._lock:
-                    self._found[name].append(piece)
+    def find(self, name: str) -> DiskTensor:
+        """Return a tensor as the header of its file describes it."""
+        return self._tensors[name]
 
-            yield read
+    def is_fingerprinted(self, name: str) -> bool:
+        return name in self._fingerprinted
+
+    def add(self, name: str, piece: _Piece) -> None:
+        with self._lock:
+            self._found[name].append(piece)
+        self._meter.add(piece.length)
 
     def read_share(self, index: int = 0, count: int = 1, *, num_threads: int | None = None) -> None:
         """Read share number `index` of `count` of the whole output, in threads; by default all of it."""
@@ -204,26 +210,11 @@ class OutputProof:
 
         @contextmanager
         def enter_reader() -> Iterator[Callable[[_Range], None]]:
-            with self.enter_reader() as read:
-                yield lambda each: read(*each)
+            with self.enter_reader() as reader:
+                yield lambda each: reader.read(*each)
 
         own = (each for number, each in enumerate(ranges) if number % count == index)
         run_units(own, enter_reader, count_threads(num_threads))
-
-    def _read(self, cache: FileCache, buffer: memoryview, tensor: DiskTensor, first: int, length: int) -> _Piece:
-        size, extent = DTYPE_SIZES[tensor.dtype], tensor.extents[0]
-        has_fingerprint = tensor.fqn in self._fingerprinted
-        crc, sums = 0, Fingerprint()
-        for ahead, count in cut(length, len(buffer) // size):
-            start = first + ahead
-            block = buffer[: count * size]
-            cache.read_into(extent.bytes.path, extent.offset + start * size, block)
-            if has_fingerprint:
-                sums += fingerprint_bytes(block, tensor.dtype, Run(start, count), tensor.shape)
-            else:
-                crc = crc32(block, crc)
-            self._meter.add(len(block))
-        return _Piece(first * size, length * size, crc, sums)
 
     def sum_up(self) -> dict[str, Fingerprint]:
         """Return the fingerprint of what was read, by tensor."""
@@ -249,6 +240,39 @@ class OutputProof:
         num_fingerprints = sum(expected[name].fingerprint is not None for name in self._tensors)
         num_bytes = sum(tensor.size_bytes for tensor in self._tensors.values())
         return ProofResult(len(self._tensors), num_fingerprints, num_bytes)
+
+
+class _Reader:
+    """Reads ranges in one thread. Implements `copier.RangeReader`."""
+
+    def __init__(self, proof: OutputProof, files: FileCache) -> None:
+        self._proof = proof
+        self._files = files
+        self._buffer = memoryview(b"")
+
+    def read(self, name: str, first: int, length: int) -> None:
+        tensor = self._proof.find(name)
+        size, extent = DTYPE_SIZES[tensor.dtype], tensor.extents[0]
+        has_fingerprint = self._proof.is_fingerprinted(name)
+        self._buffer = self._buffer or memoryview(bytearray(BLOCK_BYTES))
+        crc, sums = 0, Fingerprint()
+        for ahead, count in cut(length, BLOCK_BYTES // size):
+            start = first + ahead
+            block = self._buffer[: count * size]
+            self._files.read_into(extent.bytes.path, extent.offset + start * size, block)
+            if has_fingerprint:
+                sums += fingerprint_bytes(block, tensor.dtype, Run(start, count), tensor.shape)
+            else:
+                crc = crc32(block, crc)
+        self.note(name, first, length, crc, sums)
+
+    def find(self, name: str) -> Place:
+        extent = self._proof.find(name).extents[0]
+        return Place(self._files.open(extent.bytes.path), extent.offset, self._proof.is_fingerprinted(name))
+
+    def note(self, name: str, first: int, length: int, crc32: int, sums: Fingerprint) -> None:
+        size = DTYPE_SIZES[self._proof.find(name).dtype]
+        self._proof.add(name, _Piece(first * size, length * size, crc32, sums))
 
 
 def sum_output(

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
 from ..extents import DTYPE_SIZES, DiskTensor, Shape, count_elements
 from ..formats.reading import FileCache, read_blocks
 from .children import make_environment
 from .computed import Compute
+
+if TYPE_CHECKING:
+    import subprocess
 
 _MODULE = "accel_fsdp_tools.describing.reverting"
 _NUM_HELD = 2  # groups that the child keeps
@@ -94,6 +96,7 @@ class Reverter:
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None:
+            import subprocess
             import tempfile  # here: an export that needs none of this does not wait for it
 
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`

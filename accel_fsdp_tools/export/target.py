@@ -10,8 +10,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,7 +125,7 @@ def replacing(out: Path) -> Iterator[Path]:
     """Yield an empty directory beside `out` that takes its place when the block ends well, and vanishes if not."""
     out.parent.mkdir(parents=True, exist_ok=True)
     _sweep(out)
-    staging = out.parent / f".{out.name}.partial-{_get_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    staging = out.parent / f".{out.name}.partial-{_get_host()}-{os.getpid()}-{os.urandom(4).hex()}"
     staging.mkdir()
     try:
         yield staging
@@ -138,7 +136,7 @@ def replacing(out: Path) -> Iterator[Path]:
 
 
 def _get_host() -> str:
-    return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
+    return re.sub(r"[^A-Za-z0-9.]", "_", os.uname().nodename)
 
 
 def _swap(staging: Path, out: Path) -> None:

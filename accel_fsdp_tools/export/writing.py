@@ -12,7 +12,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..errors import StorageError
@@ -44,15 +43,30 @@ class Writer:
             StorageError: the storage is full, or does not write.
         """
         try:
-            if name != self._name:
-                self._close()
-                self._descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CLOEXEC)
-                self._name = name
+            descriptor = self._open(name)
             while data:
-                count = os.pwrite(self._descriptor, data, offset)
+                count = os.pwrite(descriptor, data, offset)
                 data, offset = data[count:], offset + count
         except OSError as error:
             raise describe_failure(error, self._directory / name) from error
+
+    def open(self, name: str) -> int:
+        """Return the descriptor of a file, which stays open until another one is asked for.
+
+        Raises:
+            StorageError: it cannot be opened.
+        """
+        try:
+            return self._open(name)
+        except OSError as error:
+            raise describe_failure(error, self._directory / name) from error
+
+    def _open(self, name: str) -> int:
+        if name != self._name:
+            self._close()
+            self._descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CLOEXEC)
+            self._name = name
+        return self._descriptor
 
     def _close(self) -> None:
         if self._name is not None:
@@ -99,6 +113,8 @@ def sync_files(files: Sequence[OutputFile], directory: Path) -> None:
     Raises:
         StorageError: the storage reports that it did not write.
     """
+    from concurrent.futures import ThreadPoolExecutor  # takes as long to import as a small model to copy
+
     try:
         with ThreadPoolExecutor(_SYNC_THREADS) as pool:
             for _ in pool.map(fsync_file, [directory / file.name for file in files]):

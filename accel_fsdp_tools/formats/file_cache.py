@@ -35,7 +35,7 @@ class FileCache:
             CheckpointIncompleteError: the file is gone.
             DamagedCheckpointError: it ends too early.
         """
-        descriptor = self._open(path)
+        descriptor = self.open(path)
         position = 0
         while position < len(buffer):
             count = os.preadv(descriptor, [buffer[position:]], offset + position)
@@ -49,7 +49,12 @@ class FileCache:
                 )
             position += count
 
-    def _open(self, path: str) -> int:
+    def open(self, path: str) -> int:
+        """Return the descriptor of a file; it stays open until other files have been asked for, or the cache closes.
+
+        Raises:
+            CheckpointIncompleteError: the file is missing.
+        """
         descriptor = self._descriptors.get(path)
         if descriptor is None:
             if len(self._descriptors) >= self._limit:
