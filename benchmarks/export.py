@@ -12,8 +12,12 @@ process per rank, and a second time as the rank files that torch's consolidation
 Then all ways run in turns, in one run, each in a process of its own, start included; its output is deleted afterwards
 and is not counted. Nobody syncs: `os.fsync` does nothing in the processes that export. Only medians and ratios of one
 run mean something. `--cold` drops the checkpoint from the page cache before each (needs nothing but Linux). Needs disk
-space for twice the checkpoint (three times with torch's consolidation). Peak memory is that of the process, everything
-imported; of exports without that of the process that they ask about a config.
+space for twice the checkpoint (three times with torch's consolidation). Peak memory is that of the process; of exports
+without that of the process that they ask about a config.
+
+A virtual machine may give memory that is free back to its host, and get it back page by page, which takes several times
+as long as what is measured here. The deleted output of one run is such memory for the next. If the runs of one kind
+are far apart (`--json` has them all), the fastest ones say what the software does, and the others what the host does.
 """
 
 from __future__ import annotations
@@ -22,7 +26,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -41,16 +44,26 @@ sys.path.insert(0, str(REPOSITORY))  # a clone is measured without being install
 
 CP, MERGE, CONSOLIDATE = "cp", "accelerate merge-weights", "torch consolidation"
 OURS, FOREIGN = "ours", "foreign"
-EXPORTS: dict[str, list[str]] = {
-    "export, crcs": ["source=foreign", "verify=off"],
-    "export, crcs, read again": ["source=foreign"],
-    "export, crcs, read again, config": ["source=foreign", "model=config"],
-    "export, fingerprints": ["source=ours", "verify=off"],
-    "export, fingerprints, read again": ["source=ours"],
-    "export, bf16, crcs": ["source=foreign", "dtype=bf16", "verify=off"],
-    "export, bf16, crcs, read again": ["source=foreign", "dtype=bf16"],
-    "export, bf16, fingerprints, read again": ["source=ours", "dtype=bf16"],
+EXPORTS: dict[str, list[str]] = {  # the checkpoint, and flags of the command
+    "export, crcs": [FOREIGN, "--verify=off"],
+    "export, crcs, read again": [FOREIGN],
+    "export, crcs, read again, config": [FOREIGN, "--model"],
+    "export, fingerprints": [OURS, "--verify=off"],
+    "export, fingerprints, read again": [OURS],
+    "export, bf16, crcs": [FOREIGN, "--dtype=bf16", "--verify=off"],
+    "export, bf16, crcs, read again": [FOREIGN, "--dtype=bf16"],
+    "export, bf16, fingerprints, read again": [OURS, "--dtype=bf16"],
 }
+# `cp` does not sync either, and how fast the disk is, is not the question.
+EXPORT = """
+import os, sys
+os.fsync = lambda descriptor: None
+from accel_fsdp_tools.cli.main import run_module
+code = run_module("export", sys.argv[1:])
+import resource
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+sys.exit(code)
+"""
 AIMS = {
     "export, crcs": 0.9,
     "export, crcs, read again": 0.9,
@@ -202,20 +215,6 @@ def write_manifest_of(folder: Path) -> None:
     write_manifest(checkpoint, manifest)
 
 
-def run_export(options: argparse.Namespace) -> None:
-    """Be the process that exports, and print its seconds by stage and its own peak memory."""
-    from accel_fsdp_tools.export import export_checkpoint
-
-    arguments = {name: value for name, _, value in (each.partition("=") for each in options.arguments)}
-    source = options.folder / arguments.pop("source")
-    if "model" in arguments:
-        arguments["model"] = str(options.folder / arguments["model"])
-    os.fsync = lambda descriptor: None  # `cp` does not sync either, and how fast the disk is, is not the question
-    report = export_checkpoint(source, options.run, num_threads=options.threads, **arguments)
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    print(json.dumps({"peak_mb": peak_mb, **{f"{name}_s": seconds for name, seconds in report.seconds.items()}}))
-
-
 def run_consolidation(options: argparse.Namespace) -> None:
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
@@ -233,7 +232,10 @@ def list_commands(folder: Path, out: Path, options: argparse.Namespace) -> dict[
     own = [sys.executable, __file__, str(folder), "--run", str(out)]
     own += ["--threads", str(options.threads)] if options.threads else []
     commands = {CP: ["cp", "-r", str(checkpoint), str(out)]}
-    commands |= {name: [*own, "--step", "export", "--arguments", *each] for name, each in EXPORTS.items()}
+    for name, (source, *flags) in EXPORTS.items():
+        flags = [f"--model={folder / 'config'}" if flag == "--model" else flag for flag in flags]
+        flags += [f"--threads={options.threads}"] if options.threads else []
+        commands[name] = [sys.executable, "-c", EXPORT, str(folder / source), str(out), "--json", *flags]
     commands[MERGE] = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
     commands[MERGE] += [str(checkpoint), str(out)]
     commands[CONSOLIDATE] = [*own, "--step", "consolidate"]
@@ -284,7 +286,10 @@ def measure(
             process.returncode = os.waitstatus_to_exitcode(status)
             if status:
                 raise SystemExit(f"{name} failed:\n{output}{errors}")
-            stages = json.loads(output) if name in EXPORTS else {}
+            seconds_of = json.loads(output)["seconds"] if name in EXPORTS else {}
+            stages = {f"{stage}_s": value for stage, value in seconds_of.items()}
+            if name in EXPORTS:
+                stages["peak_mb"] = int(errors.split()[-1]) / 1e3
             cpu = usage.ru_utime + usage.ru_stime
             runs[name].append({"seconds": seconds, "cpu": cpu, "peak_mb": usage.ru_maxrss / 1e3, **stages})
             shutil.rmtree(out)
@@ -298,7 +303,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--only", action="append", help="a name, or the beginning of some, to run beside cp; can be given repeatedly")
+    parser.add_argument("--only", action="append", help="a name or the beginning of some; may be repeated")
     parser.add_argument("--cold", action="store_true", help="drop the checkpoint from the page cache before each")
     parser.add_argument("--model", choices=("llama", "tied", "moe"), default="llama")
     parser.add_argument("--json", action="store_true")
@@ -306,7 +311,6 @@ def main() -> None:
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--arguments", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--shards", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step is not None:
@@ -320,7 +324,6 @@ STEPS: dict[str, Callable[[argparse.Namespace], None]] = {
     "describe": lambda options: describe(options.folder, options),
     "write": lambda options: write_rank(options.folder, options),
     "record": lambda options: write_manifest_of(options.folder),
-    "export": run_export,
     "consolidate": run_consolidation,
 }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.engines import use_engine
 from tests.launches import CONFIG, EXAMPLE, run_script
 
 # One thread each, before anything imports torch: with more workers than cores they would only wait for each other.
@@ -23,6 +25,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     num_cores = len(os.sched_getaffinity(0))
     # Ranks wait for each other, for the disk and for what is to time out: alone, a test leaves half of two cores idle.
     return min(num_cores + num_cores // 2, _MOST_WORKERS) if num_cores > 1 else 0
+
+
+@pytest.fixture(scope="module", params=["kernel", "python"])
+def engine(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run all tests of a module that use it with the compiled kernel and without."""
+    with use_engine(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

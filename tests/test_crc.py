@@ -13,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_fsdp_tools import crc
+from tests.engines import use_engine
 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    crc.find_crc32.cache_clear()
-    yield
-    crc.find_crc32.cache_clear()
+    with use_engine("python"):
+        yield
 
 
+@pytest.mark.usefixtures("engine")
 @given(st.integers(0, 100_000), st.integers(0, 7), st.integers(0, 2**32 - 1), st.booleans())
 def test_it_is_zlibs_for_any_size_alignment_and_start(size: int, skip: int, before: int, is_frozen: bool) -> None:
     data = bytearray(size + skip)
@@ -31,6 +32,7 @@ def test_it_is_zlibs_for_any_size_alignment_and_start(size: int, skip: int, befo
     assert crc.crc32(view, before) == zlib.crc32(view, before)
 
 
+@pytest.mark.usefixtures("engine")
 @given(st.binary(max_size=50), st.binary(max_size=50), st.integers(0, 70_000))
 def test_pieces_are_joined(first: bytes, second: bytes, num_zeros: int) -> None:
     second += bytes(num_zeros)

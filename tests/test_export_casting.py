@@ -13,6 +13,8 @@ from accel_fsdp_tools.export.casting import CastCounts, cast_block
 from accel_fsdp_tools.export.casts import SOURCE_DTYPES, TARGET_DTYPES, can_cast
 from tests.checkpoints import get_bytes
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 PAIRS = [(source, target) for source in SOURCE_DTYPES for target in TARGET_DTYPES if source != target]
 FLOAT8 = [name for name in SOURCE_DTYPES if name.startswith("float8")]
 

@@ -29,6 +29,8 @@ Shape = tuple[int, ...]
 # Sizes that end inside words, cross the block of weights, and have short and long rows.
 SHAPES = [(), (1,), (7,), (3, 3), (5, 8), (4, 3, 6), (2, 1, 9), (300, 70), (3, 70_001), (70_001, 2), (20, 64, 128)]
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 def _make_bytes(dtype: str, shape: Shape, seed: int = 0) -> np.ndarray[Any, Any]:
     generator = np.random.default_rng(seed)

@@ -32,7 +32,10 @@ _EXITS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `accel-fsdp` and return its exit code."""
-    return _run(build_parser(), arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # Who names a command waits for that one alone; everything else is answered with all of them in view.
+    chosen = [name for name in COMMANDS if [name] == list(arguments[:1])]
+    return _run(build_parser(chosen or COMMANDS), arguments)
 
 
 def run_module(name: str, arguments: Sequence[str] | None = None) -> int:
@@ -43,8 +46,8 @@ def run_module(name: str, arguments: Sequence[str] | None = None) -> int:
     return _run(parser, arguments)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser of these commands."""
     parser = argparse.ArgumentParser(
         prog="accel-fsdp",
         description="Tools for checkpoints of Hugging Face Accelerate and the Trainer under FSDP.",
@@ -52,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"accel-fsdp-tools {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in COMMANDS:
+    for name in names:
         command = _load(name)
         _add(command, commands.add_parser(command.NAME, help=command.HELP, **_describe(command)))
     return parser

@@ -117,6 +117,7 @@ class Copier:
             target_size=out_size,
             buffer=find_address(self._buffer),
             cast_buffer=find_address(self._get_cast_buffer(_KERNEL_BLOCK_BYTES)) if is_cast else None,
+            buffer_size=len(self._buffer),
             block=_KERNEL_BLOCK_BYTES,
         )
         with _naming(unit.job, unit.item.path):

@@ -37,7 +37,7 @@ class _Sums(ctypes.Structure):
 
 
 class Range(ctypes.Structure):
-    """A range of elements to copy, as the kernel takes it, and what it found; `struct range` of kernel.c.
+    """A range of elements to copy, as the kernel takes it, and what it found; `struct range` of copy.c.
 
     Descriptors and offsets in bytes say where elements lie, are written to, and are read again from.
     """
@@ -48,6 +48,7 @@ class Range(ctypes.Structure):
         *((name, _U64) for name in ("start", "count", "source_size", "target_size")),
         ("buffer", ctypes.c_void_p),
         ("cast_buffer", ctypes.c_void_p),
+        ("buffer_size", _U64),
         ("block", _U64),
         *((name, _U64) for name in ("crc_read", "crc_written", "crc_again", "num_overflowed")),
         ("sums_read", _Sums),

@@ -10,15 +10,15 @@ import sys
 import zlib
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernel.c")
-LIBRARY = SOURCE.with_suffix(".so")
+_FOLDER = Path(__file__).parent
+LIBRARY = _FOLDER / "kernel.so"
 _FLAGS = ["-O3", "-shared", "-fPIC", "-Wall"]
 _TIMEOUT_S = 120
 
 
 def compute_source_crc() -> int:
     """Return what a library that was compiled of the source as it is now says of itself."""
-    return zlib.crc32(SOURCE.read_bytes())
+    return zlib.crc32(b"".join(path.read_bytes() for path in _list_sources("*.[ch]")))
 
 
 def build_kernel() -> str | None:
@@ -39,7 +39,8 @@ def build_kernel() -> str | None:
     try:
         with tempfile.TemporaryDirectory(dir=LIBRARY.parent, prefix=".build-") as folder:
             built = Path(folder) / LIBRARY.name
-            command = [*compiler, *_FLAGS, f"-DKERNEL_SOURCE={compute_source_crc()}u", "-o", str(built), str(SOURCE)]
+            command = [*compiler, *_FLAGS, f"-DKERNEL_SOURCE={compute_source_crc()}u", "-o", str(built)]
+            command += map(str, _list_sources("*.c"))
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603
             if done.returncode:
                 return f"{shlex.join(command)} failed:\n{done.stderr.strip()}"
@@ -47,6 +48,10 @@ def build_kernel() -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return None
+
+
+def _list_sources(pattern: str) -> list[Path]:
+    return sorted(_FOLDER.glob(pattern))
 
 
 def _find_compiler() -> list[str] | None:
