@@ -27,7 +27,7 @@ class KernelBuildHook(BuildHookInterface):
         if problem is not None:
             self.app.display_warning(f"The compiled kernel was left out: {problem}")
             return
-        build_data["artifacts"].append(str(FOLDER / building.LIBRARY.name))
+        build_data["artifacts"].append(str(FOLDER / building.get_library().name))
         build_data["pure_python"] = False
         # The library knows nothing of Python: it fits any version, on this platform.
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

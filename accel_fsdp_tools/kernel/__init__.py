@@ -16,7 +16,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from .building import LIBRARY, compute_source_crc
+from .building import get_library
 
 VARIABLE = "ACCEL_FSDP_TOOLS_KERNEL"
 CASTS = {("float32", "bfloat16"): 1, ("bfloat16", "float32"): 2}
@@ -108,24 +108,34 @@ def find_kernel() -> Kernel | None:
     return kernel
 
 
-def describe_kernel() -> str:
-    """Return what is in use, or why the kernel is not, for people."""
+def describe_kernel() -> tuple[bool, str]:
+    """Return whether the kernel is in use, and a sentence for people: with what registers, or why it is not."""
     kernel, problem = _load()
-    return problem if kernel is None else f"The compiled kernel is in use ({kernel.num_bits} bits)."
+    if kernel is None:
+        return False, problem
+    return True, f"The compiled kernel is in use ({kernel.num_bits} bits)."
+
+
+def forget_kernel() -> None:
+    """Look for the kernel anew the next time that it is asked for."""
+    find_kernel.cache_clear()
+    _load.cache_clear()
+
+
+def is_left_out() -> bool:
+    """Whether the environment says that the kernel is not to be used."""
+    return os.environ.get(VARIABLE, "").lower() in ("off", "0")
 
 
 @functools.cache
 def _load(*, is_narrow: bool = False) -> tuple[Kernel | None, str]:
-    if os.environ.get(VARIABLE, "").lower() in ("off", "0"):
+    if is_left_out():
         return None, f"The compiled kernel is not used: {VARIABLE} says so."
     try:
-        library = ctypes.CDLL(str(LIBRARY))
-        source = ctypes.c_uint32.in_dll(library, "kernel_source").value
-    except (OSError, ValueError):
-        return None, "There is no compiled kernel; `python -m accel_fsdp_tools.kernel` compiles it."
-    if source != compute_source_crc():
-        return None, "The kernel was compiled of another source; `python -m accel_fsdp_tools.kernel` compiles it anew."
-    _declare(library)
+        library = ctypes.CDLL(str(get_library()))
+        _declare(library)
+    except (OSError, AttributeError):
+        return None, "There is no compiled kernel of this source; `python -m accel_fsdp_tools.kernel` compiles it."
     kernel = Kernel(library, int(library.kernel_prepare(int(is_narrow))))
     if not kernel.num_bits:
         return None, "The compiled kernel is not used: the processor has no AVX2 or carry-less multiplication."

@@ -11,20 +11,23 @@ import zlib
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-LIBRARY = _FOLDER / "kernel.so"
 _FLAGS = ["-O3", "-shared", "-fPIC", "-Wall"]
 _TIMEOUT_S = 120
 
 
-def compute_source_crc() -> int:
-    """Return what a library that was compiled of the source as it is now says of itself."""
-    return zlib.crc32(b"".join(path.read_bytes() for path in _list_sources("*.[ch]")))
+def get_library() -> Path:
+    """Return where the library that is compiled of the source as it is now lies, or would lie.
+
+    Named after its source: one that was compiled of another would misread its callers' memory.
+    """
+    source = b"".join(path.read_bytes() for path in _list_sources("*.[ch]"))
+    return _FOLDER / f"kernel-{zlib.crc32(source):08x}.so"
 
 
 def build_kernel() -> str | None:
     """Compile the kernel into its place beside the source. Return None if it is there, or else why it is not.
 
-    Replaced in one step: who has the old one loaded keeps it.
+    Those of other sources are removed. Replaced in one step: who has one loaded keeps it.
     """
     import platform  # all of these here: who only asks for the CRC does not wait for them
     import shlex
@@ -37,14 +40,18 @@ def build_kernel() -> str | None:
     if compiler is None:
         return "there is no C compiler (cc, gcc or clang; CC names another)"
     try:
-        with tempfile.TemporaryDirectory(dir=LIBRARY.parent, prefix=".build-") as folder:
-            built = Path(folder) / LIBRARY.name
-            command = [*compiler, *_FLAGS, f"-DKERNEL_SOURCE={compute_source_crc()}u", "-o", str(built)]
+        library = get_library()
+        with tempfile.TemporaryDirectory(dir=_FOLDER, prefix=".build-") as folder:
+            built = Path(folder) / library.name
+            command = [*compiler, *_FLAGS, "-o", str(built)]
             command += map(str, _list_sources("*.c"))
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603
             if done.returncode:
                 return f"{shlex.join(command)} failed:\n{done.stderr.strip()}"
-            built.replace(LIBRARY)
+            built.replace(library)
+        for other in _FOLDER.glob("kernel-*.so"):
+            if other != library:
+                other.unlink(missing_ok=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return None

@@ -3,9 +3,6 @@
 
 int is_wide;
 
-/* The CRC-32 of these files as they were compiled: who calls a library of another source would misread its memory. */
-const u32 kernel_source = KERNEL_SOURCE;
-
 /* Makes tables and chooses instructions, the narrow ones if it is told to. To be called first, and by one thread.
  * Returns the bits of the widest registers in use; 0: the processor lacks what all of this needs. */
 int kernel_prepare(int is_narrow) {
