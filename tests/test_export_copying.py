@@ -20,6 +20,7 @@ from accel_fsdp_tools.errors import CheckpointIncompleteError, DamagedCheckpoint
 from accel_fsdp_tools.export import copier, planning, workers, writing
 from accel_fsdp_tools.export.copying import CopyResult, copy_tensors
 from accel_fsdp_tools.export.outputs import OutputFile, OutputTensor, split_into_files
+from accel_fsdp_tools.export.passing import PassingSources
 from accel_fsdp_tools.export.proof import Expected, OutputProof, ProofResult, list_expected, prove_tensors
 from accel_fsdp_tools.export.source_checks import find_stored_crc
 from accel_fsdp_tools.extents import Box, ByteRange, DiskTensor, Extent, Run, get_whole
@@ -436,6 +437,72 @@ def test_sources_are_compared_without_copying(
         other = {**recorded, name: recorded["vector.hsdp"]}
         with pytest.raises(DamagedCheckpointError, match=f"'{name}': what the checkpoint's files hold"):
             prove_tensors(list(tensors.values()), other)
+
+
+def cut_rows(tensor: DiskTensor, name: str, first: int, rows: int, *, turned: bool = False) -> DiskTensor:
+    """Return rows of a matrix that lies in one piece as a tensor of their own, or as the transpose of that."""
+    (extent,) = tensor.extents
+    columns = tensor.shape[1]
+    shape = (columns, rows) if turned else (rows, columns)
+    start = first * columns * 4
+    return DiskTensor(
+        name, "float32", shape, (Extent(get_whole(shape), extent.bytes, (1, columns) if turned else None, start),)
+    )
+
+
+@pytest.mark.parametrize(
+    "how", ["passing", "cast", "turned", "left out", "twice", "tied", "not whole", "in small units"]
+)
+def test_what_is_cut_out_of_a_fused_tensor_is_compared_with_its_fingerprint(
+    tmp_path: Path, how: str, request: pytest.FixtureRequest
+) -> None:
+    """Summed on the way where each byte is used once and as it lies; else it's left to be read beforehand."""
+    if how == "in small units":
+        request.getfixturevalue("small_units")
+    values = {"plain": torch.randn(5), "fused": torch.randn(7, 9), "other": torch.randn(3)}
+    tensors = save_plain(tmp_path, values)
+    fused = tensors["fused"]
+    recorded = fingerprint(values["fused"])
+    rows = {"a": (0, 2), "b": (2, 4), "c": (6, 1)}
+    outputs = {
+        name: cut_rows(fused, name, *each, turned=how == "turned" and name == "b") for name, each in rows.items()
+    }
+    expected = {name: values["fused"][first : first + count] for name, (first, count) in rows.items()}
+    if how == "left out":
+        del outputs["c"], expected["c"]
+    if how == "twice":
+        outputs["d"], expected["d"] = replace(outputs["a"], fqn="d"), expected["a"]
+    if how == "turned":
+        expected["b"] = expected["b"].T
+    if how == "not whole":
+        fused = replace(fused, extents=(replace(fused.extents[0], strides=(1, 7)),))
+    sources = {"fused": (fused, recorded)} | ({"tied": (fused, recorded)} if how == "tied" else {})
+    everything = {"plain": tensors["plain"], **outputs}
+    files = plan(everything, "bfloat16" if how == "cast" else None)
+    passing = PassingSources(sources, files[0].tensors)
+    if how not in ("passing", "cast", "in small units"):
+        assert passing.expected == {}
+        return
+    assert passing.expected == sources
+
+    def copy(folder: str, passing: PassingSources) -> bytes:
+        out = tmp_path / folder
+        out.mkdir()
+        proof = OutputProof(out, files, ())
+        proof.conclude(list_expected(copy_tensors(files, out, proven=outputs, passing=passing, again=proof)))
+        return (out / "model.safetensors").read_bytes()
+
+    dtype = torch.bfloat16 if how == "cast" else torch.float32
+    wanted = {name: each.to(dtype).contiguous() for name, each in {"plain": values["plain"], **expected}.items()}
+    save_file(wanted, tmp_path / "expected", {"format": "pt"})
+    assert copy("right", passing) == (tmp_path / "expected").read_bytes()
+    wrong = PassingSources({"fused": (fused, fingerprint(values["fused"].flip(0)))}, files[0].tensors)
+    with pytest.raises(DamagedCheckpointError, match="'fused': what the checkpoint's files hold"):
+        copy("wrong", wrong)
+    flip_bit(tmp_path / "source.raw", fused.extents[0].offset + 200)
+    with pytest.raises(DamagedCheckpointError, match="CRC-32") as caught:
+        copy("damaged", passing)
+    assert caught.value.fqn == "fused"
 
 
 # -- the proof -------------------------------------------------------------------------------------------------------

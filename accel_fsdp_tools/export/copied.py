@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..crc import combine_crc32
 from ..extents import DTYPE_SIZES, ByteRange
 from ..fingerprint import Fingerprint
+from .passing import PassingSources
 from .planning import CopyUnit, CrcUnit, Job, chain_spans
 from .source_checks import describe_damage
 
@@ -107,6 +108,7 @@ class Findings:
         fingerprinted: Collection[str],
         vouched: Collection[str],
         proven: Collection[str],
+        passing: PassingSources | None = None,
         *,
         check_crcs: bool,
     ) -> None:
@@ -114,12 +116,13 @@ class Findings:
         self.vouched = frozenset(vouched)
         self.settled = self.fingerprinted.union(vouched, proven)
         """Names of tensors that need no CRCs of what they are read from."""
+        self._passing = passing
         self._check_crcs = check_crcs
         self.items: dict[ByteRange, _Item] = {}
         self._lock = threading.Lock()
         self._outputs: dict[Job, _Pieces] = {}
         self._num_overflowed: dict[Job, int] = {}
-        self._sums: dict[Job, Fingerprint] = {}
+        self._sums: dict[Job | str, Fingerprint] = {}
 
     def needs_crc(self, job: Job) -> bool:
         """Whether somebody wants the CRC of what is read: for its item, or because it is that of the output."""
@@ -127,13 +130,26 @@ class Findings:
         is_needed = self._check_crcs and job.tensor.name not in self.settled
         return is_needed or (is_kept and job.tensor.name not in self.vouched)
 
+    def find_sums(self, unit: CopyUnit) -> tuple[Job | str, int] | None:
+        """Return what the sums of a unit's elements belong to (its own tensor, or a source that it is cut out of) and
+        which element of that is the unit's first; None where nobody wants them."""
+        if unit.job.tensor.name in self.fingerprinted:
+            return unit.job, unit.start
+        return None if self._passing is None else self._passing.find(unit)
+
+    def get_sums(self, key: Job | str) -> Fingerprint:
+        """Return what was summed up of a tensor, or of a source by its name."""
+        return self._sums.get(key, Fingerprint())
+
     def add_copy(self, unit: CopyUnit, found: CopiedUnit) -> None:
         job = unit.job
         size = DTYPE_SIZES[job.tensor.dtype]
+        summed = self.find_sums(unit)
         with self._lock:
             self._outputs.setdefault(job, _Pieces()).add(unit.start * size, unit.length * size, found.crc_written)
             self._num_overflowed[job] = self._num_overflowed.get(job, 0) + found.num_overflowed
-            self._sums[job] = self._sums.get(job, Fingerprint()) + found.sums
+            if summed is not None:
+                self._sums[summed[0]] = self.get_sums(summed[0]) + found.sums
             if unit.item is not None and job.tensor.name not in self.settled:
                 start = unit.offset - unit.item.offset
                 length = unit.length * DTYPE_SIZES[job.source.dtype]
@@ -170,5 +186,5 @@ class Findings:
             job.file,
             None if is_vouched else crc,
             self._num_overflowed.get(job, 0),
-            self._sums.get(job, Fingerprint()) if tensor.name in self.fingerprinted else None,
+            self.get_sums(job) if tensor.name in self.fingerprinted else None,
         )

@@ -100,10 +100,10 @@ class Copier:
         cast = CASTS.get((source.dtype, tensor.dtype), 0)
         if self._kernel is None or unit.item is None or (is_cast and not cast):
             return None
-        has_sums = tensor.name in self._findings.fingerprinted
+        summed = self._findings.find_sums(unit)
         what = 0
         what |= CRC_READ if self._findings.needs_crc(unit.job) else 0
-        what |= SUM_READ if has_sums else 0
+        what |= SUM_READ if summed else 0
         what |= CRC_WRITTEN if is_cast else 0
         out_size = DTYPE_SIZES[tensor.dtype]
         order = Range(
@@ -112,6 +112,7 @@ class Copier:
             target_offset=unit.job.offset + unit.start * out_size,
             source_offset=unit.offset,
             start=unit.start,
+            sum_start=summed[1] if summed else 0,
             count=unit.length,
             source_size=DTYPE_SIZES[source.dtype],
             target_size=out_size,
@@ -136,7 +137,7 @@ class Copier:
             self._reader.note(tensor.name, unit.start, unit.length, order.crc_again, again)
         num_bytes = unit.length * DTYPE_SIZES[source.dtype]
         self._meter.add(num_bytes)
-        sums = Fingerprint(order.sums_read.total, order.sums_read.weighted, num_bytes) if has_sums else Fingerprint()
+        sums = Fingerprint(order.sums_read.total, order.sums_read.weighted, num_bytes) if summed else Fingerprint()
         crc_written = order.crc_written if is_cast else order.crc_read
         return CopiedUnit(order.crc_read, crc_written, order.num_overflowed, sums)
 
@@ -145,7 +146,7 @@ class Copier:
         job = unit.job
         tensor, source = job.tensor, job.source
         size, out_size = DTYPE_SIZES[source.dtype], DTYPE_SIZES[tensor.dtype]
-        has_sums = tensor.name in self._findings.fingerprinted
+        summed = self._findings.find_sums(unit)
         has_crc = self._findings.needs_crc(job)
         out_offset = job.offset + unit.start * out_size
         crc_read = crc_written = num_overflowed = 0
@@ -156,8 +157,8 @@ class Copier:
             block = self._get_block(unit, first * size, count * size)
             if has_crc:
                 crc_read = crc32(block, crc_read)
-            if has_sums:
-                sums += fingerprint_bytes(block, source.dtype, Run(unit.start + first, count), source.shape)
+            if summed:
+                sums += fingerprint_bytes(block, source.dtype, Run(summed[1] + first, count), source.shape)
             if tensor.dtype != source.dtype:
                 from .casting import cast_block  # numpy, which a copy needs not
 

@@ -18,10 +18,12 @@ from pathlib import Path
 from ..fingerprint import Fingerprint
 from ..formats.reading import FileCache
 from ..meter import Meter, Progress
+from .computed import Source
 from .copied import CopiedTensor, CopyResult, Findings
 from .copier import Copier, ReadsAgain
 from .outputs import OutputFile
-from .planning import Job, get_gather_bytes, list_jobs, plan_units
+from .passing import PassingSources
+from .planning import get_gather_bytes, list_jobs, plan_units
 from .source_checks import check_recorded, check_stored
 from .workers import count_threads, run_units
 from .writing import Writer, create_files, remove_files, sync_files
@@ -38,6 +40,7 @@ def copy_tensors(
     fingerprints: Mapping[str, Fingerprint] | None = None,
     vouched: Collection[str] = (),
     proven: Collection[str] = (),
+    passing: PassingSources | None = None,
     again: ReadsAgain | None = None,
     progress: Progress | None = None,
     sync: bool = True,
@@ -55,7 +58,8 @@ def copy_tensors(
         fingerprints: what the sources of these tensors should be, by the tensors' names in the output.
         vouched: names of tensors of which no CRC is computed, since the proof will compare the output with the
             fingerprint of the live tensor or with the CRC of the stored items, from one end to the other.
-        proven: names of tensors whose sources have been compared already (`prove_tensors`).
+        proven: names of tensors whose sources have been compared already (`prove_tensors`), or are in `passing`.
+        passing: sources that are not written themselves, to be compared with their fingerprints on the way.
         again: is told of every range as soon as it is written, by the thread that wrote it.
         progress: called with bytes of source tensors.
         sync: make files and directory durable at the end.
@@ -75,7 +79,9 @@ def copy_tensors(
     jobs = list_jobs(files)
     create_files(files, directory)
     try:
-        findings = Findings(frozenset(fingerprints or ()), frozenset(vouched), frozenset(proven), check_crcs=check_crcs)
+        findings = Findings(
+            frozenset(fingerprints or ()), frozenset(vouched), frozenset(proven), passing, check_crcs=check_crcs
+        )
         num_bytes_read = sum(job.source.size_bytes for job in jobs)
         meter = Meter(num_bytes_read, progress)
 
@@ -100,7 +106,9 @@ def copy_tensors(
         for job in jobs:
             expected = (fingerprints or {}).get(job.tensor.name)
             if expected is not None:
-                _check_sums(job, tensors[job.tensor.name].fingerprint, expected)
+                _check_sums(job.tensor.name, job.source, tensors[job.tensor.name].fingerprint, expected)
+        for name, (source, expected) in (passing.expected if passing else {}).items():
+            _check_sums(name, source, findings.get_sums(name), expected)
         if sync:
             sync_files(files, directory)
     except BaseException:
@@ -110,7 +118,7 @@ def copy_tensors(
     return CopyResult(tensors, num_checked, num_unchecked, num_bytes_read, num_bytes_written)
 
 
-def _check_sums(job: Job, actual: Fingerprint | None, expected: Fingerprint) -> None:
+def _check_sums(name: str, source: Source, actual: Fingerprint | None, expected: Fingerprint) -> None:
     if actual != expected:
-        check_stored(job.tensor.name, job.source)
-        check_recorded(job.tensor.name, actual, expected)
+        check_stored(name, source)
+        check_recorded(name, actual, expected)

@@ -19,6 +19,7 @@ from .companions import Companions, resolve_model, write_companions
 from .content import Choices, Content
 from .copying import CopyResult, copy_tensors
 from .outputs import MAX_SHARD_SIZE, parse_size
+from .passing import PassingSources
 from .plans import Part, Plan, Request, make_plan
 from .proof import OutputProof, ProofResult, list_expected, prove_tensors
 from .report import ExportReport
@@ -242,7 +243,8 @@ def _copy(
     num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[CopyResult, ProofResult | None]:
-    sources = part.content.sources.values()
+    passing = PassingSources(part.content.sources, part.outputs)
+    sources = [found for name, found in part.content.sources.items() if name not in passing.expected]
     prove_tensors(
         [tensor for tensor, _ in sources],
         {tensor.fqn: fingerprint for tensor, fingerprint in sources},
@@ -256,6 +258,7 @@ def _copy(
         fingerprints={k: each for k, each in part.content.fingerprints.items() if k not in vouched.fingerprints},
         vouched={*vouched.fingerprints, *vouched.crcs},
         proven=part.content.converted,
+        passing=passing if passing.expected else None,
         again=proof,
         progress=progress,
     )

@@ -45,7 +45,7 @@ class Range(ctypes.Structure):
     _fields_ = (
         *((name, _U64) for name in ("what", "cast")),
         *((name, _U64) for name in ("source", "source_offset", "target", "target_offset", "again", "again_offset")),
-        *((name, _U64) for name in ("start", "count", "source_size", "target_size")),
+        *((name, _U64) for name in ("start", "sum_start", "count", "source_size", "target_size")),
         ("buffer", ctypes.c_void_p),
         ("cast_buffer", ctypes.c_void_p),
         ("buffer_size", _U64),

@@ -14,7 +14,7 @@ struct range {
     u64 source, source_offset;                 /* descriptors and byte offsets */
     u64 target, target_offset;
     u64 again, again_offset;                   /* where the proof finds what was written */
-    u64 start, count;                          /* elements before these in the tensor, and how many */
+    u64 start, sum_start, count;               /* elements before these in the output and in what is summed; how many */
     u64 source_size, target_size;              /* bytes of an element */
     u8 *buffer, *cast_buffer;                  /* the second one, of `block` bytes, only for a cast */
     u64 buffer_size, block;                    /* `block` bytes are written at a time */
@@ -52,7 +52,7 @@ static int read_source(struct range *range, u8 *data, u64 first, u64 count) {
     u64 size = count * range->source_size, ahead = first * range->source_size;
     if (!read_all((int)range->source, data, size, range->source_offset + ahead)) return 0;
     if (range->what & CRC_READ) range->crc_read = kernel_crc32((u32)range->crc_read, data, size);
-    if (range->what & SUM_READ) kernel_sum(range->start * range->source_size + ahead, data, size, &range->sums_read);
+    if (range->what & SUM_READ) kernel_sum(range->sum_start * range->source_size + ahead, data, size, &range->sums_read);
     return 1;
 }
 
