@@ -34,6 +34,7 @@ from .live import unwrap_module
 from .live_fingerprints import fingerprint_model
 from .live_merging import gather_merges
 from .live_planning import LivePlan, describe_model, make_plans
+from .live_reverting import write_groups
 from .live_writing import Written, choose_mine, list_holdings, write_shards
 from .rank_sums import Entry, add_up
 from .ranks import gather_all, get_rank, get_world_size, run_on_each, run_on_main, wait_for_ranks
@@ -154,7 +155,9 @@ def export_model(
             proofs: dict[str, dict[str, str]] = {}
             findings: tuple[Finding, ...] = ()
             for plan in plans:
-                proofs[plan.folder], more = _write_part(plan, staging, mine, fingerprints, verify, threads, clock)
+                proofs[plan.folder], more = _write_part(
+                    prepared, plan, staging, mine, fingerprints, verify, threads, clock
+                )
                 findings += more
             proof = join_proofs(proofs)
             run_on_main("writing the config", lambda: write_companions(staging, plans[0].companions))
@@ -175,6 +178,7 @@ def export_model(
 
 
 def _write_part(
+    model: torch.nn.Module,
     plan: LivePlan,
     staging: Path,
     mine: Sequence[LocalShard],
@@ -200,6 +204,18 @@ def _write_part(
         "writing the export",
         lambda: write_shards(mine, plan.feeds, directory, summed=plan.summed, merges=merges, num_threads=threads),
     )
+    if plan.groups:
+        computed = write_groups(
+            plan.groups,
+            plan.shards,
+            mine,
+            directory,
+            model=model,
+            fingerprints=fingerprints,
+            merges=merges,
+            num_threads=threads,
+        )
+        written.add_outputs(computed)
     expected = _agree_on_expected(plan, written, fingerprints)
     clock.note("write")
     proof = {"fingerprints": _describe_source(plan), "output": "not read again (verify=off)"}
@@ -385,7 +401,8 @@ def _check_load(plan: LivePlan, staging: Path) -> tuple[str, tuple[Finding, ...]
 
 
 def _describe_source(plan: LivePlan) -> str:
-    made_of = f"; {len(plan.checked)} tensors that are cast or converted compared with theirs" if plan.checked else ""
+    checked = plan.checked.union(*(group.live_names for group in plan.groups))
+    made_of = f"; {len(checked)} tensors that are cast or converted compared with theirs" if checked else ""
     return f"taken of the live model on all ranks, copies compared{made_of}"
 
 

@@ -298,7 +298,9 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--only", action="append", help="a name, or the beginning of some, to run beside cp; can be given repeatedly")
+    parser.add_argument(
+        "--only", action="append", help="a name, or the beginning of some, to run beside cp; can be given repeatedly"
+    )
     parser.add_argument("--cold", action="store_true", help="drop the checkpoint from the page cache before each")
     parser.add_argument("--model", choices=("llama", "tied", "moe"), default="llama")
     parser.add_argument("--json", action="store_true")

@@ -21,6 +21,7 @@ from accel_fsdp_tools.export.recipes import apply_recipes
 from accel_fsdp_tools.export.reverting import RevertedTensor, Reverter
 from accel_fsdp_tools.opening import open_checkpoint
 from tests.exporting import compare_directories
+from tests.harness import run_ranks
 
 _COMPUTED = {"model.llm.unembed.weight"}
 _QUERIES = {"model.llm.middle_cycle_cross_pass_queries", "model.llm.middle_cycle_cross_pass_kv_queries"}
@@ -123,6 +124,53 @@ def test_a_child_that_fails_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="which has failed: no such model"):
         copy_tensors(split_into_files([OutputTensor("made", lost, "float32")]), tmp_path)
     reverter.close()
+
+
+def _prepare(is_loop: bool, fsdp_version: int, use_orig_params: bool) -> tuple[Any, Any]:
+    from tests.training import Setup, build_accelerator
+
+    model = _build(is_loop)
+    layers = sorted({type(each).__name__ for each in model.modules() if type(each).__name__.endswith("DecoderLayer")})
+    setup = Setup(fsdp_version=fsdp_version, use_orig_params=use_orig_params, accumulation=1)
+    accelerator = build_accelerator(setup, wrap=layers)
+    if not use_orig_params:
+        return accelerator, accelerator.prepare(model)
+    return accelerator, accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]
+
+
+def _export_live(folder: str, is_loop: bool, fsdp_version: int, use_orig_params: bool) -> dict[str, Any]:
+    from accel_fsdp_tools import export_model
+
+    place = Path(folder)
+    accelerator, model = _prepare(is_loop, fsdp_version, use_orig_params)
+    reports = {
+        "keep": export_model(accelerator, model, place / "keep", max_shard_size="20KB", verify="load"),
+        "bf16": export_model(accelerator, model, place / "bf16", dtype="bf16", num_threads=2),
+    }
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        whole = _build(is_loop)
+        for tensor in whole.state_dict().values():
+            tensor.zero_()
+        whole.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
+        whole.save_pretrained(place / "keep reference", max_shard_size="20KB")
+        whole.to(torch.bfloat16).save_pretrained(place / "bf16 reference")
+    return {name: (report.ok, dict(report.proof)) for name, report in reports.items()}
+
+
+@pytest.mark.parametrize(
+    ("is_loop", "fsdp_version", "use_orig_params"), [(True, 2, True), (False, 1, True), (True, 1, False)]
+)
+def test_from_a_live_model(tmp_path: Path, is_loop: bool, fsdp_version: int, use_orig_params: bool) -> None:
+    """Pieces of uneven sizes (a head of 37 rows), each group on one rank; what is moved goes its own way."""
+    case = (is_loop, fsdp_version, use_orig_params)
+    first, second = run_ranks(_export_live, str(tmp_path), *case, folder=tmp_path / "ranks")
+    assert first == second
+    for name in ("keep", "bf16"):
+        is_ok, proof = first[name]
+        assert is_ok, proof
+        assert compare_directories(tmp_path / name, tmp_path / f"{name} reference") == []
+        assert "tensors read again" in proof["output"]
 
 
 def _save_one(folder: Path) -> Any:

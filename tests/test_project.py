@@ -46,6 +46,7 @@ LAYERS: list[set[str]] = [
         "steps",
     },
     {"live_merging", "live_writing", "local_digests", "optimizer_shards", "rank_sums", "save_checks"},
+    {"live_reverting"},
     {"compare_live", "live_fingerprints", "live_planning", "prepared", "sealing"},
     {"proven"},
     {"changed_load", "compare_disk", "compare_recorded"},
