@@ -126,10 +126,9 @@ def test_a_child_that_fails_is_one_clear_error(tmp_path: Path) -> None:
     reverter.close()
 
 
-def _prepare(is_loop: bool, fsdp_version: int, use_orig_params: bool) -> tuple[Any, Any]:
+def _prepare(model: Any, fsdp_version: int = 2, use_orig_params: bool = True) -> tuple[Any, Any]:
     from tests.training import Setup, build_accelerator
 
-    model = _build(is_loop)
     layers = sorted({type(each).__name__ for each in model.modules() if type(each).__name__.endswith("DecoderLayer")})
     setup = Setup(fsdp_version=fsdp_version, use_orig_params=use_orig_params, accumulation=1)
     accelerator = build_accelerator(setup, wrap=layers)
@@ -142,7 +141,7 @@ def _export_live(folder: str, is_loop: bool, fsdp_version: int, use_orig_params:
     from accel_fsdp_tools import export_model
 
     place = Path(folder)
-    accelerator, model = _prepare(is_loop, fsdp_version, use_orig_params)
+    accelerator, model = _prepare(_build(is_loop), fsdp_version, use_orig_params)
     reports = {
         "keep": export_model(accelerator, model, place / "keep", max_shard_size="20KB", verify="load"),
         "bf16": export_model(accelerator, model, place / "bf16", dtype="bf16", num_threads=2),
@@ -171,6 +170,37 @@ def test_from_a_live_model(tmp_path: Path, is_loop: bool, fsdp_version: int, use
         assert is_ok, proof
         assert compare_directories(tmp_path / name, tmp_path / f"{name} reference") == []
         assert "tensors read again" in proof["output"]
+
+
+_ADAPTER = {"default": {"r": 3, "target_modules": ["lm_head", "q_proj.linear"]}}
+
+
+def _merge_live(folder: str) -> None:
+    from accel_fsdp_tools import export_model, save_state
+    from tests.adapters import add_adapters
+
+    place = Path(folder)
+    accelerator, model = _prepare(add_adapters(_build(True), _ADAPTER))
+    save_state(accelerator, place / "step", step=1)
+    export_model(accelerator, model, place / "live", merge_adapter=True)
+    if accelerator.is_main_process:
+        add_adapters(_build(True), _ADAPTER).merge_and_unload().save_pretrained(place / "merged")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_are_merged_before(tmp_path: Path) -> None:
+    """A head with an adapter, which transformers pads when it writes it: from a live model, and from a checkpoint."""
+    run_ranks(_merge_live, str(tmp_path), folder=tmp_path / "ranks")
+    assert compare_directories(tmp_path / "live", tmp_path / "merged") == []
+    report = export_checkpoint(tmp_path / "step", tmp_path / "out", merge_adapter="checkpoint")
+    assert report.ok
+    assert compare_directories(tmp_path / "out", tmp_path / "merged") == []
+    base, saved = _save(_build(True), tmp_path)
+    with pytest.raises(UnsupportedError, match=r"converted or left out when the base .* Merge from a checkpoint"):
+        export_checkpoint(tmp_path / "step", tmp_path / "other", merge_adapter=saved)
+    (base / "config.json").write_bytes((saved / "config.json").read_bytes())
+    export_checkpoint(tmp_path / "step", tmp_path / "into base", merge_adapter=base)
+    assert compare_directories(tmp_path / "into base", tmp_path / "merged") == []
 
 
 def _save_one(folder: Path) -> Any:
