@@ -3,25 +3,39 @@ copied."""
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from accel_fsdp_tools import live_reverting
 from accel_fsdp_tools.describing import describe_architecture
-from accel_fsdp_tools.errors import UnsupportedError
+from accel_fsdp_tools.errors import (
+    AccelFsdpError,
+    CallOrderError,
+    DamagedCheckpointError,
+    RankFailedError,
+    RankMissingError,
+    UnsupportedError,
+)
 from accel_fsdp_tools.export import export_checkpoint
 from accel_fsdp_tools.export.copying import copy_tensors
 from accel_fsdp_tools.export.outputs import OutputTensor, split_into_files
 from accel_fsdp_tools.export.proof import OutputProof, list_expected
 from accel_fsdp_tools.export.recipes import apply_recipes
 from accel_fsdp_tools.export.reverting import RevertedTensor, Reverter
+from accel_fsdp_tools.formats.reading import read_array
 from accel_fsdp_tools.opening import open_checkpoint
 from tests.exporting import compare_directories
-from tests.harness import run_ranks
+from tests.harness import collect, run_ranks, start_ranks
 
 _COMPUTED = {"model.llm.unembed.weight"}
 _QUERIES = {"model.llm.middle_cycle_cross_pass_queries", "model.llm.middle_cycle_cross_pass_kv_queries"}
@@ -201,6 +215,176 @@ def test_adapters_are_merged_before(tmp_path: Path) -> None:
     (base / "config.json").write_bytes((saved / "config.json").read_bytes())
     export_checkpoint(tmp_path / "step", tmp_path / "into base", merge_adapter=base)
     assert compare_directories(tmp_path / "into base", tmp_path / "merged") == []
+
+
+def _build_doubling(num_layers: int, rows: int, columns: int) -> Any:
+    """A model whose weights are written doubled, each by itself."""
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Multiply(ConversionOps):  # type: ignore[misc]
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+            return {
+                key: self.factor * (each[0] if isinstance(each, list) else each) for key, each in input_dict.items()
+            }
+
+        @property
+        def reverse_op(self) -> Multiply:
+            return Multiply(1 / self.factor)
+
+    class Net(PreTrainedModel):  # type: ignore[misc]
+        config_class = PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(columns, rows) for _ in range(num_layers))
+            self.post_init()
+
+    torch.manual_seed(5)
+    model: Any = Net(PretrainedConfig())
+    model._weight_conversions = [WeightConverter("weight", "weight", operations=[Multiply(0.5)])]
+    return model
+
+
+def _shard_doubling(num_layers: int, rows: int, columns: int) -> tuple[Any, Any]:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model = fully_shard(_build_doubling(num_layers, rows, columns))
+    return SimpleNamespace(_models=[model]), model
+
+
+_BIG = (1023, 1024)
+_BIG_BYTES = 4 * 1023 * 1024
+_NUM_BIG = 16
+
+
+def _export_big(folder: str) -> tuple[int, str]:
+    from torch.distributed.fsdp import fully_shard
+
+    from accel_fsdp_tools import export_model
+    from tests.test_export_live import _measure_peak
+
+    accelerator, model = _shard_doubling(2, 5, 6)
+    export_model(accelerator, model, Path(folder) / "small", num_threads=1)  # what is imported is no part of it
+    accelerator._models = [fully_shard(_build_doubling(_NUM_BIG, *_BIG))]
+    proof: list[str] = []
+
+    def export() -> None:
+        proof.append(export_model(accelerator, None, Path(folder) / "big", num_threads=1).proof["fingerprints"])
+
+    return _measure_peak(export), proof[0]
+
+
+def test_memory_is_that_of_a_group(tmp_path: Path) -> None:
+    """Three ranks take turns with 16 groups, the last turn has one: far less than all weights, gathered or not."""
+    found = run_ranks(_export_big, str(tmp_path), world_size=3, folder=tmp_path / "ranks")
+    tensors = open_checkpoint(tmp_path / "big").model.tensors
+    for name, value in _build_doubling(_NUM_BIG, *_BIG).state_dict().items():
+        expected = 2 * value if name.endswith("weight") else value
+        assert np.array_equal(read_array(tensors[name]), expected.numpy()), name
+    assert max(peak for peak, _ in found) < _NUM_BIG * _BIG_BYTES // 2
+    assert f"{_NUM_BIG} tensors that are cast or converted compared with theirs" in found[0][1]
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise OSError(5, "no more of this")
+
+
+def _provoke(folder: str) -> dict[str, tuple[type[BaseException], str, int | None]]:
+    """Let one rank fail at each place of a conversion; return what this rank raised."""
+    import torch.distributed as dist
+
+    from accel_fsdp_tools import export_model
+
+    accelerator, model = _shard_doubling(3, 5, 6)
+    raised: dict[str, tuple[type[BaseException], str, int | None]] = {}
+    revert, put = live_reverting.revert, live_reverting._put
+    build_reference = live_reverting.build_reference
+    local = next(model.parameters()).to_local()
+
+    def cut(*args: Any) -> Any:
+        return {name: tensor[1:] for name, tensor in revert(*args).items()}
+
+    def flip(whole: torch.Tensor, part: Any, block: torch.Tensor) -> None:
+        block[1] ^= 4
+        put(whole, part, block)
+
+    def change(*args: Any) -> Any:
+        local.detach().add_(1)
+        return build_reference(*args)
+
+    def attempt(name: str, rank: int, target: Any, attribute: str, value: Any) -> None:
+        patch = mock.patch.object(target, attribute, value) if dist.get_rank() == rank else nullcontext()
+        try:
+            with patch:
+                export_model(accelerator, model, Path(folder) / "out")
+        except AccelFsdpError as error:
+            raised[name] = type(error), str(error), error.rank
+        else:
+            raised[name] = type(None), "nothing", None
+
+    attempt("room", 1, live_reverting, "_make_room", _fail)
+    attempt("read", 1, live_reverting, "fingerprint_bytes", _fail)
+    attempt("keep", 0, live_reverting, "_put", _fail)
+    attempt("arrive", 1, live_reverting, "_put", flip)
+    attempt("reference", 0, live_reverting, "build_reference", _fail)
+    attempt("convert", 1, live_reverting, "revert", _fail)
+    attempt("shape", 0, live_reverting, "revert", cut)
+    attempt("write", 1, live_reverting, "write_shards", _fail)
+    attempt("sync", 0, live_reverting, "fsync_file", _fail)
+    attempt("change", 1, live_reverting, "build_reference", change)
+    return raised
+
+
+def test_one_rank_that_fails_is_the_same_error_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    first, second = run_ranks(_provoke, str(tmp_path / "results"), folder=tmp_path / "ranks")
+    assert first == second
+    gathering = "gathering what is converted together: rank {} failed with OSError"
+    expected: dict[str, tuple[type[BaseException], str, int | None]] = {
+        "room": (RankFailedError, gathering.format(1), 1),
+        "read": (RankFailedError, gathering.format(1), 1),
+        "keep": (RankFailedError, gathering.format(0), 0),
+        "arrive": (DamagedCheckpointError, "weight has not arrived as it was sent", 1),
+        "reference": (RankFailedError, "looking at the model: rank 0 failed", 0),
+        "convert": (UnsupportedError, "which has failed: OSError", 1),
+        "shape": (UnsupportedError, "transformers makes float32 [4, 6] of the values, and float32 [5, 6] was", 0),
+        "write": (RankFailedError, "converting weights back: rank 1 failed", 1),
+        "sync": (RankFailedError, "writing what was converted: rank 0 failed", 0),
+        "change": (CallOrderError, "layers.0.weight changed while it was exported", None),
+    }
+    assert first.keys() == expected.keys()
+    for name, (kind, text, rank) in expected.items():
+        assert first[name][0] is kind, f"{name}: {first[name]}"
+        assert text in first[name][1], f"{name}: {first[name]}"
+        assert first[name][2] == rank, f"{name}: {first[name]}"
+    assert list((tmp_path / "results").iterdir()) == [], "nothing is left"
+
+
+def _die_on_the_way(folder: str) -> None:
+    import torch.distributed as dist
+
+    from accel_fsdp_tools import export_model
+
+    accelerator, model = _shard_doubling(3, 5, 6)
+    if dist.get_rank() == 1:
+        live_reverting.fingerprint_bytes = lambda *_: os._exit(9)
+    export_model(accelerator, model, Path(folder) / "out")
+
+
+def test_a_rank_that_dies_while_all_send_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    folder = tmp_path / "ranks"
+    outcomes = collect(start_ranks(_die_on_the_way, str(tmp_path / "results"), folder=folder), folder=folder)
+    assert [outcome.exit_code for outcome in outcomes] == [1, 9]
+    assert isinstance(outcomes[0].error, RankMissingError), outcomes[0]
+    assert outcomes[0].error.missing_ranks == (1,)
+    assert list((tmp_path / "results").iterdir()) == []
 
 
 def _save_one(folder: Path) -> Any:
