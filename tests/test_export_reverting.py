@@ -3,6 +3,7 @@ copied."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from contextlib import nullcontext
@@ -217,6 +218,15 @@ def test_adapters_are_merged_before(tmp_path: Path) -> None:
     assert compare_directories(tmp_path / "into base", tmp_path / "merged") == []
 
 
+def test_from_a_live_model_in_a_single_process(tmp_path: Path) -> None:
+    from accel_fsdp_tools import export_model
+
+    model = _build(is_loop=True)
+    model.save_pretrained(tmp_path / "reference")
+    export_model(SimpleNamespace(_models=[model]), None, tmp_path / "out")  # type: ignore[arg-type]
+    assert compare_directories(tmp_path / "out", tmp_path / "reference") == []
+
+
 def _build_doubling(num_layers: int, rows: int, columns: int) -> Any:
     """A model whose weights are written doubled, each by itself."""
     from transformers import PretrainedConfig, PreTrainedModel
@@ -273,6 +283,7 @@ def _export_big(folder: str) -> tuple[int, str]:
     export_model(accelerator, model, Path(folder) / "small", num_threads=1)  # what is imported is no part of it
     accelerator._models = [fully_shard(_build_doubling(_NUM_BIG, *_BIG))]
     proof: list[str] = []
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed when the model was cut would be used again, and not counted
 
     def export() -> None:
         proof.append(export_model(accelerator, None, Path(folder) / "big", num_threads=1).proof["fingerprints"])
@@ -287,7 +298,7 @@ def test_memory_is_that_of_a_group(tmp_path: Path) -> None:
     for name, value in _build_doubling(_NUM_BIG, *_BIG).state_dict().items():
         expected = 2 * value if name.endswith("weight") else value
         assert np.array_equal(read_array(tensors[name]), expected.numpy()), name
-    assert max(peak for peak, _ in found) < _NUM_BIG * _BIG_BYTES // 2
+    assert max(peak for peak, _ in found) < 5 * _BIG_BYTES
     assert f"{_NUM_BIG} tensors that are cast or converted compared with theirs" in found[0][1]
 
 

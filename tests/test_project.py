@@ -48,7 +48,7 @@ LAYERS: list[set[str]] = [
     {"live_merging", "live_writing", "local_digests", "optimizer_shards", "rank_sums", "save_checks"},
     {"live_reverting"},
     {"compare_live", "live_fingerprints", "live_planning", "prepared", "sealing"},
-    {"proven"},
+    {"live_proving", "proven"},
     {"changed_load", "compare_disk", "compare_recorded"},
     {"export_live", "inventory", "load_objects", "rank_restore", "tracking", "verify_live"},
     {"completing", "recording", "verify_states"},
