@@ -302,6 +302,40 @@ def test_memory_is_that_of_a_group(tmp_path: Path) -> None:
     assert f"{_NUM_BIG} tensors that are cast or converted compared with theirs" in found[0][1]
 
 
+_SMALL = (5, 7, 8)
+_MESHES = ("copies of shards", "columns", "whole", "unsharded")
+
+
+def _export_meshes(folder: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from accel_fsdp_tools import export_model
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    models = (
+        fully_shard(_build_doubling(*_SMALL), mesh=mesh),
+        fully_shard(_build_doubling(*_SMALL), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)),
+        DistributedDataParallel(_build_doubling(*_SMALL)),
+        fully_shard(_build_doubling(*_SMALL)),
+    )
+    models[3].unshard()
+    for name, model in zip(_MESHES, models, strict=True):
+        export_model(SimpleNamespace(_models=[model]), None, Path(folder) / name)  # type: ignore[arg-type]
+
+
+def test_meshes_and_copies(tmp_path: Path) -> None:
+    run_ranks(_export_meshes, str(tmp_path), world_size=4, folder=tmp_path / "ranks")
+    _build_doubling(*_SMALL).save_pretrained(tmp_path / "reference")
+    wanted = (tmp_path / "reference" / "model.safetensors").read_bytes()
+    for name in _MESHES:
+        assert (tmp_path / name / "model.safetensors").read_bytes() == wanted, name
+
+
 def _fail(*_: Any, **__: Any) -> None:
     raise OSError(5, "no more of this")
 
