@@ -21,7 +21,7 @@ from .extents import DTYPE_SIZES, Part, Run, Shape, get_whole
 from .files import fsync_file
 from .fingerprint import Fingerprint, combine, fingerprint_bytes, fingerprint_tensor, view_bytes
 from .live_writing import Feed, Written, cut_part, synchronize, write_shards
-from .ranks import gather_all, get_control_group, get_rank, get_world_size, naming_missing, run_on_each, run_together
+from .ranks import get_control_group, get_rank, get_world_size, naming_missing, run_on_each, run_together
 from .shards import LocalShard
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def write_groups(
     """
     needed = {name for group in groups for name in group.live_names}
     sent = [shard for shard in mine if shard.fqn in needed]
-    told = gather_all({shard.fqn: [part for part, _ in shard.iterate_pieces()] for shard in sent})
+    told = run_together("looking at the parts", lambda: {each.fqn: _list_parts(each) for each in sent})
     by_name = {shard.fqn: shard for shard in shards if shard.fqn in needed}
     exchange = run_on_each("planning the conversions", lambda: _Exchange(by_name, sent, told, merges or {}))
     reference = run_on_each("looking at the model", lambda: build_reference(model))
@@ -128,6 +128,10 @@ def write_groups(
     files = {job.file for group in groups[get_rank() :: get_world_size()] for job in group.jobs}
     run_on_each("writing what was converted", lambda: _sync(directory, files))
     return written
+
+
+def _list_parts(shard: LocalShard) -> list[Part]:
+    return [part for part, _ in shard.iterate_pieces()]
 
 
 def _sync(directory: Path, files: Iterable[str]) -> None:

@@ -373,6 +373,7 @@ def _provoke(folder: str) -> dict[str, tuple[type[BaseException], str, int | Non
         else:
             raised[name] = type(None), "nothing", None
 
+    attempt("parts", 1, live_reverting, "_list_parts", _fail)
     attempt("room", 1, live_reverting, "_make_room", _fail)
     attempt("read", 1, live_reverting, "fingerprint_bytes", _fail)
     attempt("keep", 0, live_reverting, "_put", _fail)
@@ -392,6 +393,7 @@ def test_one_rank_that_fails_is_the_same_error_everywhere(tmp_path: Path) -> Non
     assert first == second
     gathering = "gathering what is converted together: rank {} failed with OSError"
     expected: dict[str, tuple[type[BaseException], str, int | None]] = {
+        "parts": (RankFailedError, "looking at the parts: rank 1 failed", 1),
         "room": (RankFailedError, gathering.format(1), 1),
         "read": (RankFailedError, gathering.format(1), 1),
         "keep": (RankFailedError, gathering.format(0), 0),
