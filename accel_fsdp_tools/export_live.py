@@ -1,8 +1,9 @@
 """`export_model`: the model in memory becomes a Hugging Face directory, written by all ranks together, proven equal.
 
-Nothing is gathered: every rank writes the parts that it holds to their places in the same files. What was in memory
-is known by its fingerprints, which are summed first, in a pass of their own; the files are read again at the end, by
-all ranks together, and must have the same.
+Every rank writes the parts that it holds to their places in the same files. Gathered are, one group at a time, only
+tensors that transformers computes with when it converts them back. What was in memory is known by its fingerprints,
+which are summed first, in a pass of their own; the files are read again at the end, by all ranks together, and must
+have the same.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .assets import check_tokenizer
-from .errors import CallOrderError, DamagedCheckpointError, RankMismatchError, UsageError
+from .errors import UsageError
 from .export.companions import Companions, write_companions
 from .export.load_values import check_loaded_values
 from .export.outputs import MAX_SHARD_SIZE, OutputFile, parse_size
-from .export.proof import sum_output
 from .export.report import ExportReport
 from .export.settling import DTYPES, PROOFS, build_report, find_overflows, join_proofs, write_rest
 from .export.target import REPORT_NAME, check_space, check_target, replacing
@@ -34,10 +34,11 @@ from .live import unwrap_module
 from .live_fingerprints import fingerprint_model
 from .live_merging import gather_merges
 from .live_planning import LivePlan, describe_model, make_plans
-from .live_writing import Written, choose_mine, list_holdings, write_shards
-from .rank_sums import Entry, add_up
+from .live_proving import add_counts, agree_on_expected, describe_source, prove_output
+from .live_reverting import write_groups
+from .live_writing import choose_mine, list_holdings, write_shards
 from .ranks import gather_all, get_rank, get_world_size, run_on_each, run_on_main, wait_for_ranks
-from .shards import Layout, LocalShard
+from .shards import LocalShard
 from .views import wait_until_seen
 
 if TYPE_CHECKING:
@@ -97,13 +98,13 @@ def export_model(
     Returns:
         what was written and how it was proven, the same on every rank. Time: two passes over local memory and that of
         writing and reading this rank's share. Peak memory: that of `live_writing.write_shards`, whatever the size of
-        the model.
+        the model; where transformers computes what it writes, that of `live_reverting.write_groups`.
 
     Raises:
         UsageError: an argument cannot be right, or differs between ranks; nothing was written.
         StorageError: the storage is not shared between ranks, not writable or full.
         ReplicaDivergenceError: ranks that should hold copies of a tensor hold different values.
-        UnsupportedError: what transformers or PEFT would write cannot be copied from memory.
+        UnsupportedError: what transformers or PEFT would write cannot be copied from memory, or not computed.
         DamagedCheckpointError: what was read again is not what was in memory.
         RankMissingError, RankFailedError: another rank did not arrive, or failed.
     """
@@ -154,7 +155,9 @@ def export_model(
             proofs: dict[str, dict[str, str]] = {}
             findings: tuple[Finding, ...] = ()
             for plan in plans:
-                proofs[plan.folder], more = _write_part(plan, staging, mine, fingerprints, verify, threads, clock)
+                proofs[plan.folder], more = _write_part(
+                    prepared, plan, staging, mine, fingerprints, verify, threads, clock
+                )
                 findings += more
             proof = join_proofs(proofs)
             run_on_main("writing the config", lambda: write_companions(staging, plans[0].companions))
@@ -175,6 +178,7 @@ def export_model(
 
 
 def _write_part(
+    model: torch.nn.Module,
     plan: LivePlan,
     staging: Path,
     mine: Sequence[LocalShard],
@@ -200,15 +204,27 @@ def _write_part(
         "writing the export",
         lambda: write_shards(mine, plan.feeds, directory, summed=plan.summed, merges=merges, num_threads=threads),
     )
-    expected = _agree_on_expected(plan, written, fingerprints)
+    if plan.groups:
+        computed = write_groups(
+            plan.groups,
+            plan.shards,
+            mine,
+            directory,
+            model=model,
+            fingerprints=fingerprints,
+            merges=merges,
+            num_threads=threads,
+        )
+        written.add_outputs(computed)
+    expected = agree_on_expected(plan, written, fingerprints)
     clock.note("write")
-    proof = {"fingerprints": _describe_source(plan), "output": "not read again (verify=off)"}
+    proof = {"fingerprints": describe_source(plan), "output": "not read again (verify=off)"}
     if verify != "off":
-        proof["output"] = _prove(plan, directory, expected, threads)
+        proof["output"] = prove_output(plan, directory, expected, threads)
         clock.note("proof")
     run_on_main("writing the index", lambda: write_rest(directory, plan.files, plan.content, Companions()))
     where = f"{plan.folder}/" if plan.folder else ""
-    counts = {f"{where}{name}": count for name, count in _add_counts(written.num_overflowed).items()}
+    counts = {f"{where}{name}": count for name, count in add_counts(written.num_overflowed).items()}
     return proof, find_overflows(counts)
 
 
@@ -292,85 +308,6 @@ def _look(files: Sequence[OutputFile], staging: Path) -> str | None:
     return None
 
 
-def _agree_on_expected(
-    plan: LivePlan, written: Written, fingerprints: Mapping[str, Fingerprint]
-) -> Mapping[str, Fingerprint]:
-    """Return the fingerprint of every output as it should be, the same on every rank. Collective.
-
-    Where values are written as they are, it is the live tensor's. What was cast or converted is summed by the ranks
-    that did so, and what they read for it is compared with the live tensors.
-    """
-    tensors = {tensor.name: tensor for file in plan.files for tensor in file.tensors}
-    sizes = {name: tensors[name].size_bytes for name in sorted(plan.summed)}
-    computed = _add_up(written.outputs, sizes)
-    read = _add_up(written.sources, {name: fingerprints[name].num_bytes for name in sorted(plan.checked)})
-    for name, found in read.items():
-        if found != fingerprints[name]:
-            raise CallOrderError(
-                f"{name} changed while it was exported (its fingerprint was {fingerprints[name]} and is {found}). Call "
-                "export_model where nothing updates the model: no other thread, no asynchronous update.",
-                fqn=name,
-                expected=str(fingerprints[name]),
-                actual=str(found),
-            )
-    for name, size_bytes in sizes.items():
-        if computed[name].num_bytes != size_bytes:
-            raise RankMismatchError(
-                f"{name} has {size_bytes} bytes, and the ranks together have written {computed[name].num_bytes}. All "
-                "ranks must prepare the same model in the same way.",
-                fqn=name,
-                expected=size_bytes,
-                actual=computed[name].num_bytes,
-            )
-    return {**plan.content.fingerprints, **computed}
-
-
-def _add_up(sums: Mapping[str, Fingerprint], sizes: Mapping[str, int]) -> dict[str, Fingerprint]:
-    """Return the sums over all ranks, of each of the tensors in `sizes` (their bytes). Collective."""
-    layout = Layout("disjoint", (get_rank(),))
-    entries = {
-        (name, ""): Entry((name, ""), sums.get(name, Fingerprint()), layout, size, "") for name, size in sizes.items()
-    }
-    indices = [{"disjoint": (rank,)} for rank in range(get_world_size())]
-    rows = add_up(list(entries), entries, indices)
-    return {name: row.fingerprint for name, row in zip(sizes, rows, strict=True)}
-
-
-def _add_counts(counts: Mapping[str, int]) -> dict[str, int]:
-    """Add up the counts of all ranks; few tensors have any. Collective."""
-    total: dict[str, int] = {}
-    for each in gather_all(dict(counts)):
-        for name, count in each.items():
-            total[name] = total.get(name, 0) + count
-    return dict(sorted(total.items()))
-
-
-def _prove(plan: LivePlan, staging: Path, expected: Mapping[str, Fingerprint], threads: int) -> str:
-    """Read the files again, each rank its share, and compare them with what they should be. Collective."""
-    share = run_on_each(
-        "reading the export again",
-        lambda: sum_output(staging, plan.files, index=get_rank(), count=get_world_size(), num_threads=threads),
-    )
-    places = {tensor.name: (file.name, tensor.size_bytes) for file in plan.files for tensor in file.tensors}
-    found = _add_up(share, {name: size_bytes for name, (_, size_bytes) in places.items()})
-    for name, fingerprint in found.items():
-        if fingerprint != expected[name]:
-            raise DamagedCheckpointError(
-                f"{places[name][0]}: {name!r} is not what was in memory (its fingerprint is {fingerprint}, expected "
-                f"{expected[name]}). The storage does not keep what is written, something else writes there, or the "
-                "model was updated meanwhile. Export again.",
-                path=str(staging / places[name][0]),
-                fqn=name,
-                expected=str(expected[name]),
-                actual=str(fingerprint),
-            )
-    num_summed = len(plan.summed)
-    return (
-        f"{len(found)} tensors read again from the output, by {get_world_size()} ranks: {len(found) - num_summed} have "
-        f"the fingerprints of the live model, {num_summed} those of what was cast or converted"
-    )
-
-
 def _check_loadable(plan: LivePlan, verify: str) -> None:
     if verify == "load" and plan.content.stem == "model" and plan.companions.config is None:
         raise UsageError("verify is 'load', and the model has no config to load with. Use verify='output'.")
@@ -382,11 +319,6 @@ def _check_load(plan: LivePlan, staging: Path) -> tuple[str, tuple[Finding, ...]
         return "not loaded: of an adapter's base model nothing but the live one is known here", ()
     check = check_loaded_values(staging, plan.kept, num_cast=plan.num_cast)
     return str(check), () if check.ok else (Finding("load", Severity.FAILURE, str(check)),)
-
-
-def _describe_source(plan: LivePlan) -> str:
-    made_of = f"; {len(plan.checked)} tensors that are cast or converted compared with theirs" if plan.checked else ""
-    return f"taken of the live model on all ranks, copies compared{made_of}"
 
 
 def _report(

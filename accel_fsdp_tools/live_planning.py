@@ -21,12 +21,14 @@ from .export.companions import CONFIG_NAME, Companions, find_companions
 from .export.content import Choices, Content, collect_tensors
 from .export.lora import Update
 from .export.outputs import ONE_FILE, OutputFile, split_into_files
+from .export.planning import list_jobs
 from .export.recipes import locate_outputs
 from .export.select import ModelTensors
 from .export.settling import choose_dtypes, settle_config
 from .extents import DTYPE_SIZES, ByteRange, DiskTensor, Extent, count_elements, get_whole
 from .findings import Finding, Severity
 from .fingerprint import Fingerprint
+from .live_reverting import NOT_STARTED, Group, list_groups
 from .live_writing import Feed, list_feeds
 from .shards import LocalShard, iterate_local_shards
 
@@ -60,8 +62,9 @@ class LivePlan:
         folder: inside the output, empty for the output itself: PEFT keeps each adapter in a directory of its own.
         shards: this rank's, under the names that the architecture's facts have.
         feeds: outputs by the live tensor that goes into them.
+        groups: what only transformers can compute, with the live tensors that this takes.
         summed: outputs that are cast or converted, so that only the ranks together know their fingerprints.
-        checked: live tensors that these are made of.
+        checked: live tensors that these are made of, but for groups.
         kept: fingerprints of live tensors that nothing casts, by each of their names in the model.
         num_cast: how many names there are of others.
         updates: what adapters add to live tensors, by their first names, where they are merged.
@@ -75,6 +78,7 @@ class LivePlan:
     class_name: str
     shards: tuple[LocalShard, ...]
     feeds: Mapping[str, Sequence[Feed]]
+    groups: tuple[Group, ...]
     summed: frozenset[str]
     checked: frozenset[str]
     kept: Mapping[str, Fingerprint]
@@ -113,7 +117,7 @@ def make_plans(
         dtype, max_shard_size, adapter, merge_adapter: as for `export_model`.
 
     Raises:
-        UnsupportedError: something that is written is computed by transformers, or of a dtype without a file format.
+        UnsupportedError: something that is written has a dtype without a file format, or is computed of nothing.
         MismatchError: the model's tensors are not those that were described.
         UsageError: the config's dtype is wanted and no config states one, or there is no such adapter.
     """
@@ -127,7 +131,7 @@ def make_plans(
         if adapter is not None or merge_adapter:
             what = "merge_adapter is given" if adapter is None else f"adapter is {adapter!r}"
             raise UsageError(f"{what}, and {facts.class_name} has no adapters.", actual=adapter)
-        content = collect_tensors(tensors, known, facts, Choices())
+        content = collect_tensors(tensors, known, facts, Choices(), NOT_STARTED)
         beside = {name: path for name, path in companions.files.items() if name not in content.texts}
         companions = Companions(companions.config or content.config, beside)
         chosen, hints = choose_dtypes(content, dtype, companions)
@@ -182,7 +186,7 @@ def _plan_merged(
     adapters = tuple(_locate_adapter(each, live.tensors, {}, facts) for each in chosen_facts)
     found = AdapterSet(adapters, peft.active, peft, has_base=True, has_ties=bool(facts.ties))
     memory = ModelTensors(Path("memory"), live.tensors, None, None)
-    merged = collect_merged(memory, found, adapters, None, None, Choices())
+    merged = collect_merged(memory, found, adapters, None, None, Choices(), NOT_STARTED)
     owners = {name: tensor.extents[0].bytes.path for name, tensor in merged.tensors.items()}
     first = {owner: live.known[name] for name, owner in live.owners.items()}
     plain = {output.name: output.source for output in merged.facts.outputs if output.source is not None}
@@ -220,11 +224,15 @@ def _finish(
     written = [tensor for file in files for tensor in file.tensors]
     summed = {each.name for each in written if each.name in converted or each.dtype != each.source.dtype}
     owners = live.owners
-    feeds = list_feeds(files, outputs, owners)
+    jobs = list_jobs(files)
+    feeds, groups = list_feeds(jobs, outputs, owners), list_groups(jobs, owners)
+    cast = {name for group in groups if group.is_cast for name in group.live_names}
     kept = {
         name: live.known[name]
         for name, owner in owners.items()
-        if owner not in updates and all(feed.job.tensor.dtype == feed.job.source.dtype for feed in feeds.get(owner, ()))
+        if owner not in updates
+        and owner not in cast
+        and all(feed.job.tensor.dtype == feed.job.source.dtype for feed in feeds.get(owner, ()))
     }
     return LivePlan(
         folder=folder,
@@ -235,8 +243,14 @@ def _finish(
         class_name=live.facts.class_name,
         shards=live.shards,
         feeds=feeds,
+        groups=groups,
         summed=frozenset(summed),
-        checked=frozenset(owners[name] for output in outputs if output.name in summed for name in output.needed),
+        checked=frozenset(
+            owners[name]
+            for output in outputs
+            if output.name in summed and output.operation is None
+            for name in output.needed
+        ),
         kept=kept,
         num_cast=len(owners) - len(kept),
         updates=updates,

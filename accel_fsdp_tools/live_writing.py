@@ -20,8 +20,7 @@ from .architecture.moves import Move
 from .architecture.outputs import OutputFacts
 from .errors import RankMismatchError
 from .export.casting import cast_block
-from .export.outputs import OutputFile
-from .export.planning import BLOCK_BYTES, Job, get_gather_bytes, list_jobs
+from .export.planning import BLOCK_BYTES, Job, get_gather_bytes
 from .export.recipes import push_box
 from .export.workers import count_threads, run_units
 from .export.writing import Writer
@@ -95,20 +94,20 @@ class Feed(NamedTuple):
     moves: tuple[Move, ...] | None
 
 
-def list_feeds(
-    files: Sequence[OutputFile], outputs: Sequence[OutputFacts], owners: Mapping[str, str]
-) -> dict[str, list[Feed]]:
-    """Return the outputs that each live tensor goes into, by its first name.
+def list_feeds(jobs: Sequence[Job], outputs: Sequence[OutputFacts], owners: Mapping[str, str]) -> dict[str, list[Feed]]:
+    """Return the outputs that each live tensor goes into, by its first name; those that are computed are left out.
 
     Args:
-        files: the plan.
+        jobs: of all files.
         outputs: what each tensor in the files is made of.
         owners: from each name of a live tensor to its first.
     """
-    jobs = {job.tensor.name: job for job in list_jobs(files)}
+    places = {job.tensor.name: job for job in jobs}
     feeds: dict[str, list[Feed]] = {}
     for output in outputs:
-        job = jobs[output.name]
+        job = places[output.name]
+        if output.operation is not None:
+            continue
         if output.source is not None:
             feeds.setdefault(owners[output.source], []).append(Feed(job, None))
             continue
@@ -134,6 +133,12 @@ class Written:
     num_overflowed: dict[str, int] = field(default_factory=dict)
     num_bytes: int = 0
 
+    def add_outputs(self, other: Written) -> None:
+        """Take over what was written of other outputs."""
+        self.outputs |= other.outputs
+        self.num_overflowed |= other.num_overflowed
+        self.num_bytes += other.num_bytes
+
 
 def write_shards(
     shards: Sequence[LocalShard],
@@ -143,8 +148,9 @@ def write_shards(
     summed: frozenset[str],
     merges: Mapping[str, Callable[[Part, memoryview], memoryview]] | None = None,
     num_threads: int | None = None,
+    sync: bool = True,
 ) -> Written:
-    """Write what this rank has to write of a live model into files that exist at their full size, durably.
+    """Write what this rank has to write of a live model into files that exist at their full size.
 
     Live memory is read only: no gradients, no random numbers, no change of what FSDP has gathered.
 
@@ -155,6 +161,7 @@ def write_shards(
         summed: outputs (cast, converted or merged ones) whose bytes are summed on their way, and whose sources are.
         merges: of live tensors that adapters are merged into: from a part's bytes to those that are written.
         num_threads: default: one per processor, at most 16.
+        sync: make it durable; without that the caller has to.
 
     Returns:
         the sums. Not collective. Peak memory: 3 MB per thread; where tensors are converted, 100 MB for all threads;
@@ -165,7 +172,7 @@ def write_shards(
     """
     threads = count_threads(num_threads)
     written, lock = Written(), threading.Lock()
-    _synchronize(shards)
+    synchronize(shards)
 
     @contextmanager
     def enter_worker() -> Iterator[Callable[[_Block], None]]:
@@ -173,12 +180,13 @@ def write_shards(
             yield _Worker(writer, summed, merges or {}, written, lock)
 
     run_units(_list_blocks(shards, feeds, summed, threads), enter_worker, threads)
-    for name in sorted({feed.job.file for shard in shards for feed in feeds.get(shard.fqn, ())}):
-        fsync_file(directory / name)
+    if sync:
+        for name in sorted({feed.job.file for shard in shards for feed in feeds.get(shard.fqn, ())}):
+            fsync_file(directory / name)
     return written
 
 
-def _synchronize(shards: Sequence[LocalShard]) -> None:
+def synchronize(shards: Sequence[LocalShard]) -> None:
     """Wait for what accelerators are still computing: other threads do not queue up behind it by themselves."""
     import torch
 
@@ -211,14 +219,21 @@ def _list_blocks(
         elif shard.tensor is not None and shard.tensor.device.type != "cpu":
             limit_bytes = _DEVICE_BLOCK_BYTES
         for part, tensor in shard.iterate_pieces():
-            for offset, box in iterate_blocks(tuple(tensor.shape), limit_bytes // DTYPE_SIZES[shard.dtype]):
-                here: Part
-                if isinstance(part, Run):
-                    here = Run(part.start + offset, box.numel)
-                else:
-                    here = Box(tuple(map(int.__add__, part.offsets, box.offsets)), box.sizes)
-                slices = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+            for here, slices in cut_part(part, limit_bytes // DTYPE_SIZES[shard.dtype]):
                 yield _Block(shard, here, tensor[slices], targets, is_summed)
+
+
+def cut_part(part: Part, limit: int) -> Iterator[tuple[Part, tuple[slice, ...]]]:
+    """Cut a part into blocks of at most `limit` elements, which follow one another in it.
+
+    Yields each block as a part of the whole tensor, and where it is in `part`.
+    """
+    for offset, box in iterate_blocks(part.sizes if isinstance(part, Box) else (part.length,), limit):
+        slices = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+        if isinstance(part, Box):
+            yield Box(tuple(map(int.__add__, part.offsets, box.offsets)), box.sizes), slices
+        else:
+            yield Run(part.start + offset, box.numel), slices
 
 
 class _Worker:

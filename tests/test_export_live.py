@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from accel_fsdp_tools import errors, export_live, live_writing, views
+from accel_fsdp_tools import errors, export_live, live_proving, live_writing, views
 from accel_fsdp_tools.export.load_values import check_loaded_values
 from accel_fsdp_tools.export.target import REPORT_NAME
 from accel_fsdp_tools.export_live import export_model
@@ -362,7 +362,7 @@ def _provoke(folder: str) -> dict[str, tuple[type[BaseException], str, int | Non
         expect("shared", export())
     with _patched(0, export_live, "create_files", _fail):
         expect("create", export())
-    with _patched(1, export_live, "sum_output", _fail):
+    with _patched(1, live_proving, "sum_output", _fail):
         expect("read", export())
     with _patched(0, export_live, "write_rest", _fail):
         expect("config", export())

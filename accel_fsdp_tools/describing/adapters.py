@@ -105,10 +105,15 @@ def _describe_base(skeleton: Any, active: tuple[str, ...]) -> tuple[Architecture
     from .models import describe_skeleton
 
     full = {id(tensor): name for name, tensor in _iterate_tensors(skeleton)}
-    base = _strip(_find_base(skeleton), active, {})
+    base = build_base(skeleton, active)
     facts = describe_skeleton(base)
     names = {name: full[id(tensor)] for name, tensor in _iterate_tensors(base) if name in facts.shapes}
     return facts, names
+
+
+def build_base(skeleton: Any, active: tuple[str, ...] = ()) -> Any:
+    """Return a skeleton of the model without adapters, with what `active` ones have trained in place of it."""
+    return _strip(_find_base(skeleton), active, {})
 
 
 def _find_base(skeleton: Any) -> Any:

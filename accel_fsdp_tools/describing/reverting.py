@@ -1,8 +1,9 @@
-"""`python -m accel_fsdp_tools.describing.reverting CONFIG_DIR`: conversions that only transformers can compute.
+"""Conversions that only transformers can compute, one group of tensors at a time.
 
-The child process of `export.reverting`. Over its standard input it gets the tensors of one group at a time, lets
-transformers convert them as `save_pretrained` would, and answers with the bytes it is asked for. Lines of JSON, each
-followed by as many raw bytes as it says.
+A live export calls `revert` on what its ranks have gathered. As a program, `python -m
+accel_fsdp_tools.describing.reverting CONFIG_DIR`, this is the child process of `export.reverting`: over its standard
+input it gets the tensors of a group, and answers with the bytes it is asked for. Lines of JSON, each followed by as
+many raw bytes as it says.
 """
 
 from __future__ import annotations
@@ -11,13 +12,47 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .__main__ import build_from_config
 
+if TYPE_CHECKING:
+    import torch
+
 NUM_HELD = 2
 """Groups that are kept at a time: two threads work on neighbours."""
+
+
+def build_reference(model: torch.nn.Module) -> torch.nn.Module:
+    """Return what `revert` needs to know about a live model: a copy without data, and without adapters.
+
+    Not collective; memory: the modules' attributes.
+    """
+    from ..live import describe_model
+    from .adapters import build_base, has_adapters
+    from .skeleton import build_skeleton
+
+    skeleton = build_skeleton(model, describe_model(model))
+    return build_base(skeleton) if has_adapters(skeleton) else skeleton
+
+
+def revert(model: Any, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what `save_pretrained` would write of some of a model's tensors, by name, row by row in memory.
+
+    Args:
+        model: of which transformers takes class, config and conversions; its data is not looked at.
+        sources: whole tensors by their names in the model. All that is converted together must be among them.
+
+    Raises:
+        Whatever the code of an architecture raises.
+    """
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.no_grad():
+        return {name: each.contiguous() for name, each in revert_weight_conversion(model, dict(sources)).items()}
 
 
 def serve(model: Any, requests: BinaryIO, answers: BinaryIO) -> None:
@@ -67,15 +102,10 @@ def _receive(requests: BinaryIO, dtype: Any, shape: list[int]) -> Any:
 
 
 def _convert(model: Any, sources: dict[str, Any], held: dict[str, dict[str, Any]], group: str) -> dict[str, Any]:
-    import torch
-    from transformers.core_model_loading import revert_weight_conversion
-
     try:
-        with torch.no_grad():
-            written = revert_weight_conversion(model, sources)
+        held[group] = revert(model, sources)
     except Exception as error:  # whatever the code of an architecture raises
         return {"error": f"{type(error).__name__}: {error}"}
-    held[group] = {name: each.contiguous() for name, each in written.items()}
     return {
         "outputs": {
             name: [str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in held[group].items()

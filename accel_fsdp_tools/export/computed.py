@@ -6,11 +6,11 @@ and compared like all that is copied, and what it is computed from is checked as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from ..extents import DiskTensor, Shape
-from ..formats.reading import FileCache
+from ..extents import DTYPE_SIZES, DiskTensor, Shape
+from ..formats.reading import FileCache, read_blocks
 
 Compute = Callable[[int, int, memoryview], None]
 """Fills a view with the row-major bytes of elements: which is the first, and how many."""
@@ -47,3 +47,24 @@ class ComputedTensor(Protocol):
 
 Source = DiskTensor | ComputedTensor
 """Where the values of an output come from."""
+
+
+def list_inputs(sources: Iterable[Source]) -> tuple[DiskTensor, ...]:
+    """Return all tensors that `sources` are, or are made of."""
+    return tuple(
+        each for source in sources for each in ((source,) if isinstance(source, DiskTensor) else source.inputs)
+    )
+
+
+def iterate_source(source: Source, files: FileCache) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order, computed where they are. A block lasts until the next."""
+    if isinstance(source, DiskTensor):
+        for _, block in read_blocks(source, files=files):
+            yield block
+        return
+    compute, size = source.enter(files), DTYPE_SIZES[source.dtype]
+    room = memoryview(bytearray(min(source.block_numel, source.numel) * size))
+    for start in range(0, source.numel, source.block_numel):
+        count = min(source.block_numel, source.numel - start)
+        compute(start, count, room[: count * size])
+        yield room[: count * size]

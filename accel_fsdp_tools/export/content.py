@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -97,12 +97,15 @@ def get_recorded(selection: Selection) -> ArchitectureFacts | None:
 
 
 def make_reverter(
-    selection: Selection, model: Path | None, facts: ArchitectureFacts | None, choices: Choices
+    directories: Sequence[Path | None], facts: ArchitectureFacts | None, choices: Choices
 ) -> Reverter | None:
-    """Return what computes the outputs that only transformers can compute, if there are any, and a config to do it."""
+    """Return what computes the outputs that only transformers can compute, if there are any, and a config to do it.
+
+    The config is that of the first of `directories` that has one.
+    """
     if facts is None or all(output.operation is None for output in facts.outputs):
         return None
-    for directory in (selection.assets, model):  # the run's own config comes first
+    for directory in directories:
         if directory is not None and (directory / CONFIG_NAME).is_file():
             return Reverter(directory, trust_remote_code=choices.trust_remote_code)
     return None

@@ -13,7 +13,7 @@ from ..architecture.moves import Move
 from ..extents import DTYPE_SIZES, Box, DiskTensor, Shape, count_elements, get_row_major_strides, get_whole
 from ..formats.reading import FileCache, read_into
 from .casting import cast_block
-from .computed import Compute
+from .computed import Compute, iterate_source, list_inputs
 from .lora import Update
 
 Array = npt.NDArray[np.float32]
@@ -181,11 +181,7 @@ class RearrangedTensor:
 
     @property
     def inputs(self) -> tuple[DiskTensor, ...]:
-        return tuple(
-            each
-            for source in self.sources.values()
-            for each in ((source,) if isinstance(source, DiskTensor) else source.inputs)
-        )
+        return list_inputs(self.sources.values())
 
     @property
     def block_numel(self) -> int:
@@ -213,10 +209,10 @@ def _read_source(source: DiskTensor | MergedTensor, files: FileCache) -> memoryv
     if isinstance(source, DiskTensor):
         read_into(source, get_whole(source.shape), data, files=files)
         return data
-    compute, size = source.enter(files), DTYPE_SIZES[source.dtype]
-    for start in range(0, source.numel, source.block_numel):
-        count = min(source.block_numel, source.numel - start)
-        compute(start, count, data[start * size : (start + count) * size])
+    position = 0
+    for block in iterate_source(source, files):
+        data[position : position + len(block)] = block
+        position += len(block)
     return data
 
 

@@ -21,10 +21,11 @@ from ..fingerprint import Fingerprint
 from .adapters import PREFIX, Adapter, AdapterSet
 from .companions import CONFIG_NAME, read_config
 from .computed import Source
-from .content import Choices, Content, collect_tensors, get_fingerprints
+from .content import Choices, Content, collect_tensors, get_fingerprints, make_reverter
 from .foreign import describe_from_config
 from .lora import DTYPES, Update, build_updates, check_mergeable, join_updates, sort_out
 from .merged import MergedTensor, RearrangedTensor
+from .reverting import RevertedTensor, Reverter
 from .select import ModelTensors, select_model
 
 _SHOWN = 8
@@ -77,6 +78,7 @@ def collect_merged(
     base: Path | None,
     model: Path | None,
     choices: Choices,
+    reverter: Reverter | None = None,
 ) -> Merged:
     """Return what a merged model's directory will hold.
 
@@ -86,6 +88,8 @@ def collect_merged(
         adapters: those to merge, in order.
         base: a directory with the base model's weights and config; None for those in the checkpoint.
         model: a directory with the base model's config.json, for checkpoints that do not say what it is.
+        choices: of the caller.
+        reverter: for what only transformers can compute; made where it is needed and not given.
 
     Raises:
         UnsupportedError: an adapter is not plain LoRA, or changes what cannot be merged by itself.
@@ -107,7 +111,8 @@ def collect_merged(
     )
     updates = join_updates([build_updates(each, own.shapes) for each in parts], own.shapes)
     recorded = _rename_fingerprints(selection, own)
-    content = collect_tensors(own.selection.tensors, recorded, own.facts, choices)
+    reverter = reverter or make_reverter([selection.assets, base, model], own.facts, choices)
+    content = collect_tensors(own.selection.tensors, recorded, own.facts, choices, reverter)
     is_untied = facts is not described or _is_untied(found)
     joined = _join_ties(updates, own)
     content = _merge(content, own, joined, selection, adapters, is_untied=is_untied)
@@ -299,6 +304,10 @@ def _merge(
     for output in base.facts.outputs:
         if output.source is None and any(name in merged for name in output.needed):
             parts = {name: merged.get(name, base.selection.tensors[name]) for name in output.needed}
+            source = known[output.name]
+            if isinstance(source, RevertedTensor):
+                changed[output.name] = dataclasses.replace(source, sources=parts)
+                continue
             dtype = next(iter(parts.values())).dtype
             changed[output.name] = RearrangedTensor(output.name, dtype, output.shape, output.moves, parts)
     message = (

@@ -117,7 +117,8 @@ def make_plan(request: Request) -> Plan:
         else find_facts(selection, model, request.choices)
     )
     describe_s = time.monotonic() - started
-    reverter = make_reverter(selection, model, facts, request.choices)
+    # The run's own config comes first.
+    reverter = make_reverter([selection.assets, model], facts, request.choices)
     content = collect_model(selection, facts, request.choices, reverter)
     if request.base is not None and request.only is not None:
         content = take_from_base(content, resolve_model(request.base, weights=True), request.only)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
 from ..extents import DTYPE_SIZES, DiskTensor, Shape, count_elements
-from ..formats.reading import FileCache, read_blocks
+from ..formats.reading import FileCache
 from .children import make_environment
-from .computed import Compute
+from .computed import Compute, Source, iterate_source, list_inputs
 
 if TYPE_CHECKING:
     import subprocess
@@ -117,7 +117,7 @@ class Reverter:
         sources = [[name, each.dtype, list(each.shape)] for name, each in tensor.sources.items()]
         self._ask(process, {"convert": group, "sources": sources})
         for each in tensor.sources.values():
-            for _, block in read_blocks(each, files=files):
+            for block in iterate_source(each, files):
                 process.stdin.write(block)  # type: ignore[union-attr] # a pipe
         process.stdin.flush()  # type: ignore[union-attr]
         line = process.stdout.readline()  # type: ignore[union-attr] # a pipe
@@ -144,14 +144,14 @@ class Reverter:
 class RevertedTensor:
     """An output that transformers computes from `sources`, tensors of the checkpoint by their names in the model.
 
-    A `computed.ComputedTensor`. Its dtype is that of its sources; should transformers make another one of them, the
-    export fails.
+    Adapters may be merged into these first. A `computed.ComputedTensor`. Its dtype is that of its sources; should
+    transformers make another one of them, the export fails.
     """
 
     fqn: str
     dtype: str
     shape: Shape
-    sources: Mapping[str, DiskTensor]
+    sources: Mapping[str, Source]
     reverter: Reverter
 
     @property
@@ -164,7 +164,7 @@ class RevertedTensor:
 
     @property
     def inputs(self) -> tuple[DiskTensor, ...]:
-        return tuple(self.sources.values())
+        return list_inputs(self.sources.values())
 
     @property
     def block_numel(self) -> int:
