@@ -16,8 +16,9 @@ space for twice the checkpoint (three times with torch's consolidation). Peak me
 without that of the process that they ask about a config.
 
 A virtual machine may give memory that is free back to its host, and get it back page by page, which takes several times
-as long as what is measured here. The deleted output of one run is such memory for the next. If the runs of one kind
-are far apart (`--json` has them all), the fastest ones say what the software does, and the others what the host does.
+as long as what is measured here; the deleted output of one run is such memory for the next. Where the runs of one kind
+are far apart (`--json` has them all), let each way run twice in a row, `--in-a-row 2`: then the second, which
+counts, mostly finds what the first has left. The fastest runs say what the software does, others what the host does.
 """
 
 from __future__ import annotations
@@ -260,40 +261,43 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def measure(
-    commands: dict[str, list[str]], out: Path, rounds: int, before: Callable[[], None]
+    commands: dict[str, list[str]], out: Path, rounds: int, before: Callable[[], None], in_a_row: int = 1
 ) -> dict[str, list[dict[str, float]]]:
-    """Run everything in turns; return for each run the seconds, the peak memory and what the process told.
-
-    Linux counts what this process had when it forked as the child's, so this process must stay small.
-    """
+    """Run everything in turns; return for each run the seconds, the peak memory and what the process told."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     for number in range(rounds):
         names = list(commands)
         for name in names if number % 2 == 0 else reversed(names):
-            before()
-            begin = time.perf_counter()
-            process = subprocess.Popen(
-                commands[name],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=REPOSITORY,
-                env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},  # nobody who installs this compiles it every time
-            )
-            output, errors = process.stdout.read(), process.stderr.read()  # type: ignore[union-attr] # pipes
-            _, status, usage = os.wait4(process.pid, 0)
-            seconds = time.perf_counter() - begin
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if status:
-                raise SystemExit(f"{name} failed:\n{output}{errors}")
-            seconds_of = json.loads(output)["seconds"] if name in EXPORTS else {}
-            stages = {f"{stage}_s": value for stage, value in seconds_of.items()}
-            if name in EXPORTS:
-                stages["peak_mb"] = int(errors.split()[-1]) / 1e3
-            cpu = usage.ru_utime + usage.ru_stime
-            runs[name].append({"seconds": seconds, "cpu": cpu, "peak_mb": usage.ru_maxrss / 1e3, **stages})
-            shutil.rmtree(out)
+            for _ in range(in_a_row):
+                before()
+                found = run_command(name, commands[name])
+                shutil.rmtree(out)
+            runs[name].append(found)
     return runs
+
+
+def run_command(name: str, command: list[str]) -> dict[str, float]:
+    """Run one command. Linux counts what this process had when it forked as the child's, so it must stay small."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},  # nobody who installs this compiles it every time
+    )
+    output, errors = process.stdout.read(), process.stderr.read()  # type: ignore[union-attr] # pipes
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - begin
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if status:
+        raise SystemExit(f"{name} failed:\n{output}{errors}")
+    found = {"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime, "peak_mb": usage.ru_maxrss / 1e3}
+    if name in EXPORTS:
+        found["peak_mb"] = int(errors.split()[-1]) / 1e3
+        found |= {f"{stage}_s": value for stage, value in json.loads(output)["seconds"].items()}
+    return found
 
 
 def main() -> None:
@@ -302,6 +306,7 @@ def main() -> None:
     parser.add_argument("--params", type=float, default=1.0, help="billions of fp32 parameters (default 1)")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--in-a-row", type=int, default=1, help="runs at a time, of which the last counts (default 1)")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--only", action="append", help="a name or the beginning of some; may be repeated")
     parser.add_argument("--cold", action="store_true", help="drop the checkpoint from the page cache before each")
@@ -339,7 +344,7 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
             drop_from_cache(folder)
 
     measure(commands, out, 1, prepare)  # compiles modules, warms the page cache up
-    runs = measure(commands, out, options.rounds, prepare)
+    runs = measure(commands, out, options.rounds, prepare, options.in_a_row)
     num_bytes = sum(path.stat().st_size for path in (folder / OURS / MODEL_DIRECTORY).iterdir())
     report(runs, num_bytes, options)
 
