@@ -193,6 +193,13 @@ class Sums:
         times where rows of 2- or 1-byte elements don't begin at whole words.
         """
         length = rows.shape[1]
+        kernel = find_kernel()
+        if kernel is not None:
+            rows, starts = np.ascontiguousarray(rows), np.ascontiguousarray(positions, np.int64)
+            total, weighted = kernel.compute_row_sums(starts.ctypes.data, len(starts), rows.ctypes.data, length)
+            self.total += total
+            self.weighted += weighted
+            return
         common = int(np.bitwise_or.reduce(positions)) | length
         rows = np.ascontiguousarray(rows) if rows.__array_interface__["data"][0] % 8 == 0 else rows.copy()
         if common % 8 == 0 and length >= 64:

@@ -93,6 +93,19 @@ def test_sums_of_random_runs(library: Kernel) -> None:
         assert library.compute_sums(position, block.ctypes.data, size) == sum_in_python(position, block)
 
 
+@pytest.mark.parametrize("length", [1, 2, 4, 6, 8, 12, 64, 100, 4096])
+def test_sums_of_rows_are_those_of_numpy(library: Kernel, length: int) -> None:
+    unit = max(unit for unit in (1, 2, 4) if length % unit == 0)
+    data = make_bytes(50 * length, seed=length).reshape(50, length)
+    steps = np.random.default_rng(length).integers(length, BLOCK // 3, 50) // unit * unit + unit * (length // unit)
+    positions = np.cumsum(steps)
+    with use_engine("python"):
+        sums = Sums()
+        sums.add_rows(positions, data, unit)
+    found = library.compute_row_sums(positions.ctypes.data, 50, data.ctypes.data, length)
+    assert found == (sums.total & MASK, sums.weighted & MASK)
+
+
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 4095, 4096, 4097, 300_000])
 def test_casts_are_those_of_python(library: Kernel, count: int) -> None:
     values = np.random.default_rng(count).integers(0, 1 << 32, count, dtype=np.uint32)
@@ -124,7 +137,7 @@ class Copied:
             "buffer_size": 1 << 12,
             "block": 1 << 12,
         }
-        places = {"source_offset": 3, "target_offset": 5, "again_offset": 5, "start": 1000}
+        places = {"source_offset": 3, "target_offset": 5, "again_offset": 5, "start": 1000, "sum_start": 1000}
         given = {**sizes, **places, "what": what, "source": source, "target": target, "again": target, **changes}
         self.range = Range(buffer=ctypes.addressof(self.buffer), cast_buffer=ctypes.addressof(self.cast), **given)
         self.is_done = library.copy(self.range)

@@ -88,6 +88,15 @@ class Kernel:
         self.library.kernel_sum(position, address, num_bytes, ctypes.byref(sums))
         return sums.total, sums.weighted
 
+    def compute_row_sums(self, positions: int, count: int, address: int, num_bytes: int) -> tuple[int, int]:
+        """Return both sums over `count` rows in memory, one after another, of `num_bytes` each.
+
+        `positions` is the address of as many 64-bit numbers: how many bytes into the tensor each row starts.
+        """
+        sums = _Sums()
+        self.library.kernel_sum_rows(positions, count, address, num_bytes, ctypes.byref(sums))
+        return sums.total, sums.weighted
+
     def combine_crc32(self, first: int, second: int, second_bytes: int) -> int:
         """Return the CRC-32 of two pieces, one after the other, from that of each."""
         return int(self.library.kernel_combine_crc32(first, second, second_bytes))
@@ -153,6 +162,8 @@ def _declare(library: Any) -> None:
     library.kernel_combine_crc32.restype = ctypes.c_uint32
     library.kernel_sum.argtypes = (size, address, size, address)
     library.kernel_sum.restype = None
+    library.kernel_sum_rows.argtypes = (address, size, address, size, address)
+    library.kernel_sum_rows.restype = None
     library.kernel_cast.argtypes = (ctypes.c_int, address, address, size)
     library.kernel_cast.restype = size
     library.kernel_copy.argtypes = (address,)

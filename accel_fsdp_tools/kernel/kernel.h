@@ -33,6 +33,9 @@ u32 kernel_combine_crc32(u32 first, u32 second, u64 second_size);
 /* Add to `found` both sums over `size` bytes that start `position` bytes into a tensor. */
 void kernel_sum(u64 position, const u8 *data, u64 size, struct sums *found);
 
+/* The same over rows of `size` bytes that lie one after another; `positions` says where in the tensor each starts. */
+void kernel_sum_rows(const u64 *positions, u64 count, const u8 *data, u64 size, struct sums *found);
+
 /* Cast `count` elements; return how many finite values became infinite. */
 u64 kernel_cast(int cast, const u8 *in, u8 *out, u64 count);
 

@@ -124,7 +124,9 @@ static struct sums sum_stretches(const u8 *data, u64 words, u64 block, u64 place
 static struct sums sum_partial_word(const u8 *data, u64 size, u64 position) {
     u8 word[8] = {0};
     memcpy(word + position % 8, data, size);
-    return sum_stretches(word, 1, position / STRIDE, position / 8 % PAIRS, 1);
+    struct sums sums = sum_one_by_one(word, 1, position / 8 % PAIRS);
+    sums.weighted *= splitmix(3, position / STRIDE);
+    return sums;
 }
 
 /* Sum words `first` to `end` of a tensor, which lie at `data`: those at the same places of their blocks together. */
@@ -153,4 +155,8 @@ static struct sums sum_run(u64 position, const u8 *data, u64 size) {
 
 void kernel_sum(u64 position, const u8 *data, u64 size, struct sums *found) {
     *found = add(*found, sum_run(position, data, size));
+}
+
+void kernel_sum_rows(const u64 *positions, u64 count, const u8 *data, u64 size, struct sums *found) {
+    for (u64 row = 0; row < count; row++) *found = add(*found, sum_run(positions[row], data + row * size, size));
 }
