@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK_BYTES = 1 << 22  # sent at a time
+_GATHERING = "gathering what is converted together"
 
 NOT_STARTED = Reverter(Path("memory"))
 """Stands in a plan where an export from files has its child process: there are no files that it could read."""
@@ -149,7 +150,7 @@ def _take_turn(
 ) -> Written:
     """Gather, convert and write one group on every rank. Collective."""
     gathered = exchange.run(turn)
-    everyone = run_together("gathering what is converted together", exchange.report)
+    everyone = run_together(_GATHERING, exchange.report)
     expected = _add_up(turn, everyone, fingerprints)
 
     def convert() -> Written:
@@ -200,16 +201,15 @@ class _Exchange:
         """
         self._sums = ({}, {})
         whole: dict[str, torch.Tensor] = {}
-        with naming_missing("gathering what is converted together"):
-            group = get_control_group() if get_world_size() > 1 else None
-            for receiver, wanted in enumerate(turn):
-                for name in wanted.live_names:
-                    if receiver == get_rank():
-                        with self._keeping_on():
-                            whole[name] = _make_room(self._shards[name])
-                    for sender, parts in enumerate(self._told):
-                        if get_rank() in (receiver, sender):
-                            self._move(name, parts.get(name, ()), sender, receiver, whole.get(name), group)
+        group = get_control_group() if get_world_size() > 1 else None
+        for receiver, wanted in enumerate(turn):
+            for name in wanted.live_names:
+                if receiver == get_rank():
+                    with self._keeping_on():
+                        whole[name] = _make_room(self._shards[name])
+                for sender, parts in enumerate(self._told):
+                    if get_rank() in (receiver, sender):
+                        self._move(name, parts.get(name, ()), sender, receiver, whole.get(name), group)
         return whole
 
     def report(self) -> tuple[_Sums, _Sums]:
@@ -244,9 +244,11 @@ class _Exchange:
                     with self._keeping_on():
                         self._read(shard, here, self._pieces[name][index][slices], block, receiver)
                     if receiver != rank:
-                        dist.send(block, receiver, group=group)
+                        with naming_missing(_GATHERING):  # around nothing else: who worked has not waited for others
+                            dist.send(block, receiver, group=group)
                 else:
-                    dist.recv(block, sender, group=group)
+                    with naming_missing(_GATHERING):
+                        dist.recv(block, sender, group=group)
                 if receiver == rank and whole is not None:
                     with self._keeping_on():
                         _put(whole, here, block)
