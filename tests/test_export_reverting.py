@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from accel_fsdp_tools import live_reverting
+from accel_fsdp_tools import export_live, live_reverting
 from accel_fsdp_tools.describing import describe_architecture
 from accel_fsdp_tools.errors import (
     AccelFsdpError,
@@ -376,6 +376,7 @@ def _provoke(folder: str) -> dict[str, tuple[type[BaseException], str, int | Non
     attempt("parts", 1, live_reverting, "_list_parts", _fail)
     attempt("room", 1, live_reverting, "_make_room", _fail)
     attempt("read", 1, live_reverting, "fingerprint_bytes", _fail)
+    attempt("shares", 1, export_live, "list_holdings", _fail)
     attempt("keep", 0, live_reverting, "_put", _fail)
     attempt("arrive", 1, live_reverting, "_put", flip)
     attempt("reference", 0, live_reverting, "build_reference", _fail)
@@ -396,6 +397,7 @@ def test_one_rank_that_fails_is_the_same_error_everywhere(tmp_path: Path) -> Non
         "parts": (RankFailedError, "looking at the parts: rank 1 failed", 1),
         "room": (RankFailedError, gathering.format(1), 1),
         "read": (RankFailedError, gathering.format(1), 1),
+        "shares": (RankFailedError, "looking at the shares: rank 1 failed", 1),
         "keep": (RankFailedError, gathering.format(0), 0),
         "arrive": (DamagedCheckpointError, "weight has not arrived as it was sent", 1),
         "reference": (RankFailedError, "looking at the model: rank 0 failed", 0),
