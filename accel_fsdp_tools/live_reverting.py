@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .describing.reverting import build_reference, revert
-from .errors import CallOrderError, DamagedCheckpointError, UnsupportedError
+from .describing.reverting import build_reference, describe_conversions, revert
+from .errors import CallOrderError, DamagedCheckpointError, RankMismatchError, UnsupportedError
 from .export.planning import Job
 from .export.reverting import RevertedTensor, Reverter
 from .extents import DTYPE_SIZES, Part, Run, Shape, get_whole
@@ -111,6 +111,7 @@ def write_groups(
 
     Raises:
         UnsupportedError: transformers cannot convert a group, or makes something else of it than was planned.
+        RankMismatchError: the ranks' models would be converted in different ways.
         CallOrderError: a live tensor is not what it was when its fingerprint was taken.
         DamagedCheckpointError: what has arrived is not what was sent.
         StorageError: the output cannot be written.
@@ -122,6 +123,7 @@ def write_groups(
     by_name = {shard.fqn: shard for shard in shards if shard.fqn in needed}
     exchange = run_on_each("planning the conversions", lambda: _Exchange(by_name, sent, told, merges or {}))
     reference = run_on_each("looking at the model", lambda: build_reference(model))
+    _require_same_conversions(run_together("comparing the conversions", lambda: describe_conversions(reference)))
     written = Written()
     for start in range(0, len(groups), get_world_size()):
         turn = groups[start : start + get_world_size()]
@@ -129,6 +131,20 @@ def write_groups(
     files = {job.file for group in groups[get_rank() :: get_world_size()] for job in group.jobs}
     run_on_each("writing what was converted", lambda: _sync(directory, files))
     return written
+
+
+def _require_same_conversions(everyone: Sequence[str]) -> None:
+    """Raise unless all ranks would convert alike: each does so by its own model, and the plan is rank 0's."""
+    for rank, each in enumerate(everyone):
+        if each != everyone[0]:
+            raise RankMismatchError(
+                f"transformers would convert the weights in another way on rank {rank} than on rank 0 when it saves "
+                "them: the models have other _weight_conversions (from_pretrained leaves them), or other configs. Make "
+                "the model in the same way on all ranks.",
+                rank=rank,
+                expected=everyone[0],
+                actual=each,
+            )
 
 
 def _list_parts(shard: LocalShard) -> list[Part]:
