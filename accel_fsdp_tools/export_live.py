@@ -37,7 +37,7 @@ from .live_planning import LivePlan, describe_model, make_plans
 from .live_proving import add_counts, agree_on_expected, describe_source, prove_output
 from .live_reverting import write_groups
 from .live_writing import choose_mine, list_holdings, write_shards
-from .ranks import gather_all, get_rank, get_world_size, run_on_each, run_on_main, wait_for_ranks
+from .ranks import gather_all, get_rank, get_world_size, run_on_each, run_on_main, run_together, wait_for_ranks
 from .shards import LocalShard
 from .views import wait_until_seen
 
@@ -148,7 +148,7 @@ def export_model(
         run_on_each("planning the proof", lambda: _check_loadable(plans[0], verify))
         size_bytes = sum(file.size_bytes for plan in plans for file in plan.files)
         run_on_main("looking for space", lambda: check_space(target, size_bytes))
-        holdings = gather_all(list_holdings(plans[0].shards))
+        holdings = run_together("looking at the shares", lambda: list_holdings(plans[0].shards))
         mine = run_on_each("dividing the work", lambda: choose_mine(plans[0].shards, holdings, get_rank()))
         clock.note("plan")
         with _replacing_together(target) as staging:

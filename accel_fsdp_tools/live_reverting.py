@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .describing.reverting import build_reference, revert
-from .errors import CallOrderError, DamagedCheckpointError, UnsupportedError
+from .describing.reverting import build_reference, describe_conversions, revert
+from .errors import CallOrderError, DamagedCheckpointError, RankMismatchError, UnsupportedError
 from .export.planning import Job
 from .export.reverting import RevertedTensor, Reverter
 from .extents import DTYPE_SIZES, Part, Run, Shape, get_whole
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK_BYTES = 1 << 22  # sent at a time
+_GATHERING = "gathering what is converted together"
 
 NOT_STARTED = Reverter(Path("memory"))
 """Stands in a plan where an export from files has its child process: there are no files that it could read."""
@@ -110,6 +111,7 @@ def write_groups(
 
     Raises:
         UnsupportedError: transformers cannot convert a group, or makes something else of it than was planned.
+        RankMismatchError: the ranks' models would be converted in different ways.
         CallOrderError: a live tensor is not what it was when its fingerprint was taken.
         DamagedCheckpointError: what has arrived is not what was sent.
         StorageError: the output cannot be written.
@@ -121,6 +123,7 @@ def write_groups(
     by_name = {shard.fqn: shard for shard in shards if shard.fqn in needed}
     exchange = run_on_each("planning the conversions", lambda: _Exchange(by_name, sent, told, merges or {}))
     reference = run_on_each("looking at the model", lambda: build_reference(model))
+    _require_same_conversions(run_together("comparing the conversions", lambda: describe_conversions(reference)))
     written = Written()
     for start in range(0, len(groups), get_world_size()):
         turn = groups[start : start + get_world_size()]
@@ -128,6 +131,20 @@ def write_groups(
     files = {job.file for group in groups[get_rank() :: get_world_size()] for job in group.jobs}
     run_on_each("writing what was converted", lambda: _sync(directory, files))
     return written
+
+
+def _require_same_conversions(everyone: Sequence[str]) -> None:
+    """Raise unless all ranks would convert alike: each does so by its own model, and the plan is rank 0's."""
+    for rank, each in enumerate(everyone):
+        if each != everyone[0]:
+            raise RankMismatchError(
+                f"transformers would convert the weights in another way on rank {rank} than on rank 0 when it saves "
+                "them: the models have other _weight_conversions (from_pretrained leaves them), or other configs. Make "
+                "the model in the same way on all ranks.",
+                rank=rank,
+                expected=everyone[0],
+                actual=each,
+            )
 
 
 def _list_parts(shard: LocalShard) -> list[Part]:
@@ -149,7 +166,7 @@ def _take_turn(
 ) -> Written:
     """Gather, convert and write one group on every rank. Collective."""
     gathered = exchange.run(turn)
-    everyone = run_together("gathering what is converted together", exchange.report)
+    everyone = run_together(_GATHERING, exchange.report)
     expected = _add_up(turn, everyone, fingerprints)
 
     def convert() -> Written:
@@ -200,16 +217,15 @@ class _Exchange:
         """
         self._sums = ({}, {})
         whole: dict[str, torch.Tensor] = {}
-        with naming_missing("gathering what is converted together"):
-            group = get_control_group() if get_world_size() > 1 else None
-            for receiver, wanted in enumerate(turn):
-                for name in wanted.live_names:
-                    if receiver == get_rank():
-                        with self._keeping_on():
-                            whole[name] = _make_room(self._shards[name])
-                    for sender, parts in enumerate(self._told):
-                        if get_rank() in (receiver, sender):
-                            self._move(name, parts.get(name, ()), sender, receiver, whole.get(name), group)
+        group = get_control_group() if get_world_size() > 1 else None
+        for receiver, wanted in enumerate(turn):
+            for name in wanted.live_names:
+                if receiver == get_rank():
+                    with self._keeping_on():
+                        whole[name] = _make_room(self._shards[name])
+                for sender, parts in enumerate(self._told):
+                    if get_rank() in (receiver, sender):
+                        self._move(name, parts.get(name, ()), sender, receiver, whole.get(name), group)
         return whole
 
     def report(self) -> tuple[_Sums, _Sums]:
@@ -244,9 +260,11 @@ class _Exchange:
                     with self._keeping_on():
                         self._read(shard, here, self._pieces[name][index][slices], block, receiver)
                     if receiver != rank:
-                        dist.send(block, receiver, group=group)
+                        with naming_missing(_GATHERING):  # around nothing else: who worked has not waited for others
+                            dist.send(block, receiver, group=group)
                 else:
-                    dist.recv(block, sender, group=group)
+                    with naming_missing(_GATHERING):
+                        dist.recv(block, sender, group=group)
                 if receiver == rank and whole is not None:
                     with self._keeping_on():
                         _put(whole, here, block)

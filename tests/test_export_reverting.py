@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from accel_fsdp_tools import live_reverting
+from accel_fsdp_tools import export_live, live_reverting
 from accel_fsdp_tools.describing import describe_architecture
+from accel_fsdp_tools.describing.reverting import build_reference, describe_conversions
 from accel_fsdp_tools.errors import (
     AccelFsdpError,
     CallOrderError,
     DamagedCheckpointError,
     RankFailedError,
+    RankMismatchError,
     RankMissingError,
     UnsupportedError,
 )
@@ -373,6 +376,7 @@ def _provoke(folder: str) -> dict[str, tuple[type[BaseException], str, int | Non
         else:
             raised[name] = type(None), "nothing", None
 
+    attempt("shares", 1, export_live, "list_holdings", _fail)
     attempt("parts", 1, live_reverting, "_list_parts", _fail)
     attempt("room", 1, live_reverting, "_make_room", _fail)
     attempt("read", 1, live_reverting, "fingerprint_bytes", _fail)
@@ -393,6 +397,7 @@ def test_one_rank_that_fails_is_the_same_error_everywhere(tmp_path: Path) -> Non
     assert first == second
     gathering = "gathering what is converted together: rank {} failed with OSError"
     expected: dict[str, tuple[type[BaseException], str, int | None]] = {
+        "shares": (RankFailedError, "looking at the shares: rank 1 failed", 1),
         "parts": (RankFailedError, "looking at the parts: rank 1 failed", 1),
         "room": (RankFailedError, gathering.format(1), 1),
         "read": (RankFailedError, gathering.format(1), 1),
@@ -432,6 +437,88 @@ def test_a_rank_that_dies_while_all_send_is_named(tmp_path: Path) -> None:
     assert isinstance(outcomes[0].error, RankMissingError), outcomes[0]
     assert outcomes[0].error.missing_ranks == (1,)
     assert list((tmp_path / "results").iterdir()) == []
+
+
+def _sleep_while_reading(folder: str) -> None:
+    import torch.distributed as dist
+
+    from accel_fsdp_tools import export_model
+
+    accelerator, model = _shard_doubling(1, 5, 6)
+    if dist.get_rank() == 1:
+        find = live_reverting.fingerprint_bytes
+
+        def dawdle(*args: Any) -> Any:
+            time.sleep(5)
+            return find(*args)
+
+        live_reverting.fingerprint_bytes = dawdle
+    export_model(accelerator, model, Path(folder) / "out")
+
+
+def test_a_rank_that_is_slow_to_read_is_named(tmp_path: Path) -> None:
+    """It, and not the one that has waited for it: its own work is no waiting."""
+    (tmp_path / "results").mkdir()
+    folder = tmp_path / "ranks"
+    processes = start_ranks(
+        _sleep_while_reading,
+        str(tmp_path / "results"),
+        folder=folder,
+        environment={"ACCEL_FSDP_TOOLS_TIMEOUT_S": "2"},
+    )
+    for outcome in collect(processes, folder=folder):
+        assert isinstance(outcome.error, RankMissingError), outcome
+        assert outcome.error.missing_ranks == (1,), outcome.error
+    assert list((tmp_path / "results").iterdir()) == []
+
+
+def _export_different(folder: str) -> list[str]:
+    """Export models that rank 1 would convert otherwise than rank 0, each by itself to the same names and shapes."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from accel_fsdp_tools import export_model
+
+    dist.init_process_group("gloo")
+    raised = []
+    for case in ("none", "factor", "same"):
+        model = _build_doubling(2, 5, 6)
+        if dist.get_rank() == 1 and case == "none":
+            model._weight_conversions = []
+        elif dist.get_rank() == 1 and case == "factor":
+            model._weight_conversions[0].operations[0].factor = 0.25
+        try:
+            accelerator: Any = SimpleNamespace(_models=[fully_shard(model)])
+            export_model(accelerator, None, Path(folder) / case)
+        except RankMismatchError as error:
+            raised.append(f"{error.rank}: {error}")
+        else:
+            raised.append("nothing")
+    return raised
+
+
+def test_ranks_that_would_convert_in_different_ways_are_refused(tmp_path: Path) -> None:
+    """The plan is rank 0's, and a group is converted by the model of the rank that has it: values would be wrong."""
+    (tmp_path / "results").mkdir()
+    first, second = run_ranks(_export_different, str(tmp_path / "results"), folder=tmp_path / "ranks")
+    assert first == second
+    assert first[2] == "nothing"
+    for text in first[:2]:
+        assert text.startswith("1: transformers would convert the weights in another way on rank 1 than on rank 0")
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["same"]
+
+
+def test_a_loaded_model_is_converted_as_one_that_was_built(tmp_path: Path) -> None:
+    """from_pretrained keeps the conversions that it has used, and one rank may have loaded what others built."""
+    for is_loop in (True, False):
+        model = _build(is_loop)
+        model.save_pretrained(tmp_path / str(is_loop))
+        loaded = type(model).from_pretrained(tmp_path / str(is_loop))
+        assert len(loaded._weight_conversions) > 1
+        digests = {describe_conversions(build_reference(each)) for each in (model, loaded)}
+        assert len(digests) == 1
+        loaded._weight_conversions = [each for each in loaded._weight_conversions if not hasattr(each, "operations")]
+        assert describe_conversions(build_reference(loaded)) not in digests
 
 
 def _save_one(folder: Path) -> Any:

@@ -9,6 +9,7 @@ many raw bytes as it says.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from ..architecture.outputs import write_outputs
 from .__main__ import build_from_config
 
 if TYPE_CHECKING:
@@ -36,6 +38,41 @@ def build_reference(model: torch.nn.Module) -> torch.nn.Module:
 
     skeleton = build_skeleton(model, describe_model(model))
     return build_base(skeleton) if has_adapters(skeleton) else skeleton
+
+
+def describe_conversions(model: Any) -> str:
+    """Return a digest of what `revert` does with a model: what becomes of what, and what operations are made with.
+
+    Args:
+        model: from `build_reference`.
+
+    Raises:
+        Whatever the code of an architecture raises.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    from .models import describe_skeleton
+
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # as transformers does
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    reverse = [each.reverse_transform() for each in conversions]
+    names = list(model.state_dict())
+    operations = [
+        [type(each).__qualname__, sorted(item for item in getattr(each, "__dict__", {}).items() if _is_plain(item[1]))]
+        for conversion in reverse
+        if any(conversion.rename_source_key(name)[1] is not None for name in names)  # a loaded model keeps no others
+        for each in getattr(conversion, "operations", ())
+    ]
+    outputs = write_outputs(describe_skeleton(model).outputs)
+    return hashlib.sha256(json.dumps([outputs, operations]).encode()).hexdigest()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether two values that are alike are written alike: what shows where it lies in memory is not."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def revert(model: Any, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
