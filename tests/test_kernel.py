@@ -225,7 +225,7 @@ def test_it_is_not_used_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         assert kernel.VARIABLE in kernel.describe_kernel()[1]
 
 
-@pytest.mark.parametrize("what", ["missing", "no library", "another library", "old processor", "wrong"])
+@pytest.mark.parametrize("what", ["missing", "no library", "another library", "old processor", "wrong", "wrong sums"])
 def test_it_is_not_used_if_it_cannot_be_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     with use_engine("kernel"):
         copy = tmp_path / "kernel.so"
@@ -235,6 +235,8 @@ def test_it_is_not_used_if_it_cannot_be_trusted(tmp_path: Path, monkeypatch: pyt
             shutil.copy(building.get_library(), copy)
         if what == "wrong":
             monkeypatch.setattr(Kernel, "combine_crc32", lambda *_: 1)
+        if what == "wrong sums":
+            monkeypatch.setattr(Kernel, "compute_sums", lambda *_: (1, 1))
         if what == "old processor":
             monkeypatch.setattr(kernel, "_declare", lambda library: setattr(library, "kernel_prepare", lambda _: 0))
         if what == "another library":
@@ -242,7 +244,10 @@ def test_it_is_not_used_if_it_cannot_be_trusted(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(kernel, "get_library", lambda: copy)
         forget()
         assert kernel.find_kernel() is None
-        expected = {"old processor": "the processor has no", "wrong": "its checksums are wrong"}
+        expected = {
+            "old processor": "the processor has no",
+            **dict.fromkeys(("wrong", "wrong sums"), "its checksums are wrong"),
+        }
         assert expected.get(what, "no compiled kernel") in kernel.describe_kernel()[1]
 
 
