@@ -92,7 +92,14 @@ def _from_kernel() -> Crc32 | None:
     kernel = find_kernel()
     if kernel is None:
         return None
-    return lambda block, before: kernel.compute_crc32(find_address(block) or 0, block.nbytes, before)
+
+    def compute(block: memoryview, before: int) -> int:
+        address = find_address(block)
+        if address is None:  # not in one piece, which zlib says, or read-only
+            return zlib.crc32(block, before)
+        return kernel.compute_crc32(address, block.nbytes, before)
+
+    return compute
 
 
 def _from_module(name: str) -> Crc32 | None:

@@ -33,6 +33,13 @@ def test_it_is_zlibs_for_any_size_alignment_and_start(size: int, skip: int, befo
 
 
 @pytest.mark.usefixtures("engine")
+def test_a_view_that_is_not_in_one_piece_is_refused() -> None:
+    """Not read from wherever: zlib says it, and others must."""
+    with pytest.raises((TypeError, BufferError)):
+        crc.crc32(memoryview(bytearray(1 << 20))[::2])
+
+
+@pytest.mark.usefixtures("engine")
 @given(st.binary(max_size=50), st.binary(max_size=50), st.integers(0, 70_000))
 def test_pieces_are_joined(first: bytes, second: bytes, num_zeros: int) -> None:
     second += bytes(num_zeros)

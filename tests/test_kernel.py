@@ -120,6 +120,40 @@ def test_casts_are_those_of_python(library: Kernel, count: int) -> None:
         assert (found.tobytes(), num_overflowed) == (expected.tobytes(), counts.num_overflowed)
 
 
+UNDEFINED = """
+import numpy as np
+from pathlib import Path
+from accel_fsdp_tools import kernel
+
+kernel.get_library = lambda: Path(LIBRARY)
+found, problem = kernel._load(is_narrow=IS_NARROW)
+assert found is not None, problem
+data = np.random.default_rng(5).integers(0, 256, 2_500_000, dtype=np.uint8)
+out = np.empty_like(data)
+for skip, size in [(0, 100_000), (1, 300), (3, 2_400_001), (0, 0)]:
+    found.compute_sums(5 + skip, data.ctypes.data + skip, size)
+    found.compute_crc32(data.ctypes.data + skip, size, 7)
+    for cast in kernel.CASTS.values():
+        found.cast(cast, data.ctypes.data + skip, out.ctypes.data + skip, size // 4)
+"""
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_nothing_that_it_does_is_undefined(tmp_path: Path, is_narrow: bool) -> None:
+    """Compiled so that the process ends where the language does not say what happens."""
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or kernel.find_kernel() is None:
+        pytest.skip("there is no compiler with a sanitizer, or no kernel for this processor")
+    flags = ["-O1", "-shared", "-fPIC", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
+    library = tmp_path / "kernel.so"
+    sources = map(str, building._list_sources("*.c"))
+    subprocess.run([compiler, *flags, "-o", str(library), *sources], check=True, timeout=120)
+    script = UNDEFINED.replace("LIBRARY", repr(str(library))).replace("IS_NARROW", repr(is_narrow))
+    root = Path(kernel.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, timeout=120, check=False)
+    assert done.returncode == 0
+
+
 class Copied:
     """One call of `copy`, of float32 elements from an odd place to an odd place; the file is read over a hole."""
 
@@ -137,7 +171,7 @@ class Copied:
             "buffer_size": 1 << 12,
             "block": 1 << 12,
         }
-        places = {"source_offset": 3, "target_offset": 5, "again_offset": 5, "start": 1000, "sum_start": 1000}
+        places = {"source_offset": 3, "target_offset": 5, "again_offset": 5, "start": 1000, "sum_start": 7}
         given = {**sizes, **places, "what": what, "source": source, "target": target, "again": target, **changes}
         self.range = Range(buffer=ctypes.addressof(self.buffer), cast_buffer=ctypes.addressof(self.cast), **given)
         self.is_done = library.copy(self.range)
@@ -152,7 +186,8 @@ def test_a_copy_and_what_it_finds(library: Kernel, tmp_path: Path) -> None:
     assert copied.target.read_bytes()[:40_005] == b"start" + values
     found, sums = copied.range, sum_in_python(4000, np.frombuffer(values, np.uint8))
     assert found.crc_read == zlib.crc32(values)
-    assert (found.sums_read.total, found.sums_read.weighted) == sums
+    sums_read = sum_in_python(28, np.frombuffer(values, np.uint8))
+    assert (found.sums_read.total, found.sums_read.weighted) == sums_read
     assert (found.sums_again.total, found.sums_again.weighted) == sums
     again = Copied(library, tmp_path, values, READ_AGAIN).range
     assert (again.crc_again, again.crc_read, again.sums_again.total) == (zlib.crc32(values), 0, 0)
@@ -203,7 +238,7 @@ def test_it_is_not_used_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         assert kernel.VARIABLE in kernel.describe_kernel()[1]
 
 
-@pytest.mark.parametrize("what", ["missing", "no library", "another library", "old processor", "wrong"])
+@pytest.mark.parametrize("what", ["missing", "no library", "another library", "old processor", "wrong", "wrong sums"])
 def test_it_is_not_used_if_it_cannot_be_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     with use_engine("kernel"):
         copy = tmp_path / "kernel.so"
@@ -213,6 +248,8 @@ def test_it_is_not_used_if_it_cannot_be_trusted(tmp_path: Path, monkeypatch: pyt
             shutil.copy(building.get_library(), copy)
         if what == "wrong":
             monkeypatch.setattr(Kernel, "combine_crc32", lambda *_: 1)
+        if what == "wrong sums":
+            monkeypatch.setattr(Kernel, "compute_sums", lambda *_: (1, 1))
         if what == "old processor":
             monkeypatch.setattr(kernel, "_declare", lambda library: setattr(library, "kernel_prepare", lambda _: 0))
         if what == "another library":
@@ -220,11 +257,14 @@ def test_it_is_not_used_if_it_cannot_be_trusted(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(kernel, "get_library", lambda: copy)
         forget()
         assert kernel.find_kernel() is None
-        expected = {"old processor": "the processor has no", "wrong": "its checksums are wrong"}
+        expected = {
+            "old processor": "the processor has no",
+            **dict.fromkeys(("wrong", "wrong sums"), "its checksums are wrong"),
+        }
         assert expected.get(what, "no compiled kernel") in kernel.describe_kernel()[1]
 
 
-@pytest.mark.parametrize("compiler", ["other", "false", "missing"])
+@pytest.mark.parametrize("compiler", ["other", "no words", "false", "strange", "missing"])
 def test_it_is_compiled_by_what_there_is(tmp_path: Path, compiler: str) -> None:
     """In a copy of its folder, as the build hook loads it, with nothing of the package."""
     if not (shutil.which("cc") or shutil.which("gcc")):
@@ -232,14 +272,21 @@ def test_it_is_compiled_by_what_there_is(tmp_path: Path, compiler: str) -> None:
     folder = tmp_path / "kernel"
     shutil.copytree(Path(building.__file__).parent, folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     environment = {name: value for name, value in os.environ.items() if name != "CC"}
-    environment |= {"false": {"CC": "false"}, "missing": {"PATH": str(tmp_path)}}.get(compiler, {})
-    if compiler == "other":  # what CC names is not there: the usual ones are tried
-        environment["CC"] = "no-such-compiler -O9"
+    strange = tmp_path / "strange"  # its messages are in no encoding of ours
+    strange.write_text("#!/bin/sh\nprintf 'failed \\377\\n' >&2\nexit 1\n")
+    strange.chmod(0o755)
+    environment |= {
+        "other": {"CC": "no-such-compiler -O9"},  # it is not there: the usual ones are tried
+        "no words": {"CC": "gcc 'not closed"},
+        "false": {"CC": "false"},
+        "strange": {"CC": str(strange)},
+        "missing": {"PATH": str(tmp_path)},
+    }[compiler]
     command = [sys.executable, "-c", "import building; print(building.build_kernel())"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    is_there = compiler == "other"
+    is_there = compiler in ("other", "no words")
     assert len(list(folder.glob("kernel-*.so"))) == is_there
-    expected = {"false": "failed", "missing": "no C compiler"}.get(compiler, "None")
+    expected = {"false": "failed", "strange": "failed", "missing": "no C compiler"}.get(compiler, "None")
     assert expected in done.stdout
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 

@@ -2,7 +2,7 @@
 
 Optional. It is compiled when the package is installed, where there is a C compiler (`building`), and everything that it
 does has a twin in Python that is used instead where it is missing. `find_kernel` gives it out only if it was compiled
-of the source that lies beside it and agrees with the standard library. `ACCEL_FSDP_TOOLS_KERNEL=off` leaves it out.
+of the source that lies beside it and gives the checksums of a sample. `ACCEL_FSDP_TOOLS_KERNEL=off` leaves it out.
 
 Calls release the interpreter's lock for all of their time.
 """
@@ -24,6 +24,9 @@ CASTS = {("float32", "bfloat16"): 1, ("bfloat16", "float32"): 2}
 
 _U64 = ctypes.c_uint64
 _SAMPLE = bytes(range(251)) * 9
+_SAMPLE_POSITION = (1 << 18) - 1001  # under two multipliers, from an odd byte to an odd byte
+_SAMPLE_SUMS = (0x997A5B3C1CFED92F, 0x6097D51D94551F1D)
+"""The sample's sums there, as weighted_sums.py has them: wrong ones would be recorded in manifests."""
 
 
 CRC_READ, SUM_READ, CRC_WRITTEN, READ_AGAIN, SUM_AGAIN = 1, 2, 4, 8, 16
@@ -112,7 +115,7 @@ class Kernel:
 
 @functools.cache
 def find_kernel() -> Kernel | None:
-    """Return the kernel if it is there, matches its source and says the same as the standard library; else None."""
+    """Return the kernel if it is there, matches its source and gives the right checksums; else None."""
     kernel, _ = _load()
     return kernel
 
@@ -170,7 +173,8 @@ def _declare(library: Any) -> None:
 
 
 def _agrees(kernel: Kernel) -> bool:
-    """Whether its CRC is that of zlib, of aligned and unaligned bytes, in one go, continued and combined."""
+    """Whether its CRC is that of zlib, of aligned and unaligned bytes, in one go, continued and combined; and its sums
+    are those that are known of the sample."""
     sample = bytearray(_SAMPLE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(sample))
     whole = zlib.crc32(sample)
@@ -182,7 +186,7 @@ def _agrees(kernel: Kernel) -> bool:
             or kernel.combine_crc32(before, second, rest) != whole
         ):
             return False
-    return True
+    return kernel.compute_sums(_SAMPLE_POSITION, start, len(sample)) == _SAMPLE_SUMS
 
 
 def find_address(block: memoryview) -> int | None:

@@ -45,9 +45,10 @@ def build_kernel() -> str | None:
             built = Path(folder) / library.name
             command = [*compiler, *_FLAGS, "-o", str(built)]
             command += map(str, _list_sources("*.c"))
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603
+            done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603
             if done.returncode:
-                return f"{shlex.join(command)} failed:\n{done.stderr.strip()}"
+                errors = done.stderr.decode(errors="replace")  # compilers may speak in another encoding than ours
+                return f"{shlex.join(command)} failed:\n{errors.strip()}"
             built.replace(library)
         for other in _FOLDER.glob("kernel-*.so"):
             if other != library:
@@ -65,7 +66,10 @@ def _find_compiler() -> list[str] | None:
     import shlex
     import shutil
 
-    chosen = shlex.split(os.environ.get("CC", ""))
+    try:
+        chosen = shlex.split(os.environ.get("CC", ""))
+    except ValueError:  # a quote that is not closed
+        chosen = []
     for command in (chosen, ["cc"], ["gcc"], ["clang"]):
         if command and shutil.which(command[0]):
             return command

@@ -69,6 +69,14 @@ sum_by_4(const u8 *data, u64 words, u64 place, const u64 *multipliers, const int
     return sums;
 }
 
+/* Not the compiler's own, which adds signed numbers and may take it that they never overflow. */
+WIDE static inline __attribute__((always_inline)) u64 add_lanes(__m512i value) {
+    u64 lanes[8], sum = 0;
+    _mm512_storeu_si512(lanes, value);
+    for (int lane = 0; lane < 8; lane++) sum += lanes[lane];
+    return sum;
+}
+
 WIDE static inline __attribute__((always_inline)) struct sums
 sum_by_8(const u8 *data, u64 words, u64 place, const u64 *multipliers, const int num) {
     __m512i total = _mm512_setzero_si512(), lower[GROUP], upper[GROUP];
@@ -86,10 +94,10 @@ sum_by_8(const u8 *data, u64 words, u64 place, const u64 *multipliers, const int
             upper[each] = _mm512_add_epi64(upper[each], products);
         }
     }
-    struct sums sums = {(u64)_mm512_reduce_add_epi64(total), 0};
+    struct sums sums = {add_lanes(total), 0};
     for (int each = 0; each < num; each++) {
         struct sums rest = sum_one_by_one(data + 8 * i + each * STRIDE, words - i, place + i);
-        rest.weighted += (u64)_mm512_reduce_add_epi64(lower[each]) + ((u64)_mm512_reduce_add_epi64(upper[each]) << 32);
+        rest.weighted += add_lanes(lower[each]) + (add_lanes(upper[each]) << 32);
         sums = add(sums, (struct sums){rest.total, rest.weighted * multipliers[each]});
     }
     return sums;
