@@ -16,9 +16,10 @@ space for twice the checkpoint (three times with torch's consolidation). Peak me
 without that of the process that they ask about a config.
 
 A virtual machine may give memory that is free back to its host, and get it back page by page, which takes several times
-as long as what is measured here; the deleted output of one run is such memory for the next. Where the runs of one kind
-are far apart (`--json` has them all), let each way run twice in a row, `--in-a-row 2`: then the second, which
-counts, mostly finds what the first has left. The fastest runs say what the software does, others what the host does.
+as long as what is measured here; the deleted output of one run is such memory for the next. So each way runs twice in a
+row, and the second run, which counts, mostly finds the memory that the first has left (`--in-a-row 1`: once, in half of
+the time). Where the runs of one kind are far apart all the same (`--json` has them all), the fastest ones say what the
+software does, and the others what the host does.
 """
 
 from __future__ import annotations
@@ -306,7 +307,7 @@ def main() -> None:
     parser.add_argument("--params", type=float, default=1.0, help="billions of fp32 parameters (default 1)")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--in-a-row", type=int, default=1, help="runs at a time, of which the last counts (default 1)")
+    parser.add_argument("--in-a-row", type=int, default=2, help="runs at a time, of which the last counts (default 2)")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--only", action="append", help="a name or the beginning of some; may be repeated")
     parser.add_argument("--cold", action="store_true", help="drop the checkpoint from the page cache before each")
