@@ -213,3 +213,24 @@ def test_a_buffer_rounded_by_another_precision_is_named_and_no_damage(tmp_path: 
         )[0]
         assert loaded["stat"][1] != saved["stat"][1]  # rounded
         assert "stat is bfloat16 in memory and" in report
+
+
+def _load_changed(folder: str) -> Any:
+    from accel_fsdp_tools import load_state
+
+    accelerator, model, _ = _build("bare", True, "SHARDED")
+    buffers = {name: each for name, each in model.named_buffers() if each.is_floating_point()}
+    for each in buffers.values():
+        each.fill_(9)
+    load_state(accelerator, Path(folder) / "saved", allow_unexpected=["weight"])
+    assert {each.dtype for each in buffers.values()} == {torch.float32}  # no forward has been, so it is not cast yet
+    return _look(accelerator, model)
+
+
+def test_a_changed_model_gets_its_buffers_in_memory(tmp_path: Path) -> None:
+    _, saved, _ = run_ranks(_save, str(tmp_path), "own", True, "SHARDED", folder=tmp_path / "r")[0]
+    loaded = run_ranks(_load_changed, str(tmp_path), folder=tmp_path / "loaded")[0]
+    assert loaded["stat"][0] == BF16
+    assert {name: loaded[name] for name in loaded if name != "stat"} == {
+        name: each for name, each in saved.items() if name not in ("stat", "weight")
+    }
