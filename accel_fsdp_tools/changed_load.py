@@ -170,7 +170,7 @@ def _make_states(optimizer: Any) -> None:
 
 def _fill(shard: LocalShard, disk: DiskTensor, reader: Reader) -> None:
     """Read this rank's share of a tensor into its memory, as far as the checkpoint has it."""
-    for part, view in shard.iterate_pieces():
+    for part, view in shard.as_in_memory().iterate_pieces():
         for inner, target in _iterate_common(part, view, disk):
             target.copy_(reader.read(disk, inner).reshape(target.shape))
 

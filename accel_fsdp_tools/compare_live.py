@@ -100,7 +100,8 @@ def compare_shard(
     """Return what differs between this rank's share of a tensor and the checkpoint: shape, dtype, values.
 
     A tensor that the model holds in another floating type was cast by the load; its bytes are cast in the same way
-    before they are compared, and the cast itself is a hint (case V04).
+    before they are compared, and the cast itself is a hint (case V04). So is that of a buffer which FSDP1 gives state
+    dicts in a wider type than it has in memory, unless the bytes are equal as they are.
 
     Args:
         only_ends: compare the first and the last elements of each part only.
@@ -121,6 +122,8 @@ def compare_shard(
         facts = {"expected": disk.dtype, "actual": shard.dtype}
         findings.append(Finding("dtype", Severity.HINT, message, fqn=name, facts=facts))
     tally = _Tally()
+    if _is_rounded(shard, disk, reader, only_ends=only_ends):
+        return compare_shard(name, shard.as_in_memory(), disk, reader=reader, only_ends=only_ends, odd=odd)
     for part, tensor in shard.iterate_pieces():
         if not only_ends and _is_equal(part, tensor, disk, reader, None if odd is None else tally, digest):
             continue
@@ -146,6 +149,24 @@ def compare_shard(
         facts = {"num_different": tally.num_different, "index": list(index), "expected": expected, "actual": actual}
         findings.append(Finding("value", Severity.FAILURE, message, fqn=name, facts=facts))
     return findings
+
+
+def _is_rounded(shard: LocalShard, disk: DiskTensor, reader: Reader, *, only_ends: bool) -> bool:
+    """Whether a buffer that FSDP1 casts for state dicts has what the checkpoint has in its dtype in memory only."""
+    return (
+        shard.memory is not None
+        and not _is_same(shard, disk, reader, only_ends=only_ends)
+        and _is_same(shard.as_in_memory(), disk, reader, only_ends=only_ends)
+    )
+
+
+def _is_same(shard: LocalShard, disk: DiskTensor, reader: Reader, *, only_ends: bool) -> bool:
+    """Whether this rank's share is what the checkpoint has, in the share's dtype."""
+    tally = _Tally()
+    for part, tensor in shard.iterate_pieces():
+        for block, view in _iterate_blocks(part, tensor, DTYPE_SIZES[disk.dtype], only_ends=only_ends):
+            _compare_block(block, view, disk, reader, EXACT, tally)
+    return tally.first is None
 
 
 def _is_equal(

@@ -28,6 +28,7 @@ from .live import (
     get_scheduler_classes,
     has_stepped,
     is_fsdp,
+    list_explained,
 )
 from .manifest import Manifest, ModelFacts
 from .model_changes import ModelPlan
@@ -250,7 +251,8 @@ def compare_with_manifest(
                 {tensor.fqn: tensor.shape for tensor in saved.tensors},
                 {tensor.fqn: tensor.shape for tensor in live.tensors},
             )
-        differences += _compare_dtypes(index, dtypes, live)
+        explained = list_explained(accelerator._models[index], dtypes)
+        differences += _compare_dtypes(index, {k: v for k, v in dtypes.items() if k not in explained}, live)
     for index, (before, now) in enumerate(zip(manifest.optimizers, describe_optimizers(accelerator), strict=False)):
         if before.class_name != now.class_name or before.num_param_groups != now.num_param_groups:
             text = (

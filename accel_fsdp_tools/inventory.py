@@ -106,7 +106,7 @@ def _copy_all(
         shard
         if shard.tensor is None
         else dataclasses.replace(
-            shard, tensor=copies.copy_tensor(("shard", *name, shard.fqn, shard.state), shard.tensor)
+            shard, tensor=copies.copy_tensor(("shard", *name, shard.fqn, shard.state), shard.tensor), memory=None
         )
         for shard in read()
     )

@@ -6,9 +6,10 @@ Walks what FSDP holds (flat parameters, DTensors) without gathering anything. No
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .buffers import BufferCast, find_buffer_casts
 from .errors import UsageError
 from .manifest import ModelFacts, OptimizerFacts, TensorFacts, Topology
 from .names import clean_fqn
@@ -58,7 +59,10 @@ def is_fsdp(accelerator: Accelerator) -> bool:
 
 
 def describe_model(model: torch.nn.Module) -> ModelFacts:
-    """Return names, dtypes and whole shapes of a prepared model's parameters and persistent buffers."""
+    """Return names, dtypes and whole shapes of a prepared model's parameters and persistent buffers.
+
+    Dtypes are those of a state dict, which FSDP1's mixed precision makes others than those in memory.
+    """
     tensors: dict[str, TensorFacts] = {}
     groups: dict[int | str, list[str]] = {}  # by the tensor's id, or its first name in a flat parameter
     flat_names: set[str] = set()
@@ -83,8 +87,9 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
             continue
         tensors[name] = _describe(name, parameter.dtype, parameter.shape, bool(parameter.requires_grad), "parameter")
         groups.setdefault(id(parameter), []).append(name)
-    for name, buffer in _iterate_persistent_buffers(model):
-        tensors[name] = _describe(name, buffer.dtype, buffer.shape, False, "buffer")
+    for name, buffer, cast in _iterate_persistent_buffers(model):
+        dtype = buffer.dtype if cast is None else cast.get_saved_dtype(buffer)
+        tensors[name] = _describe(name, dtype, buffer.shape, False, "buffer")
     inner = unwrap_module(model)
     config = getattr(inner, "config", None)
     return ModelFacts(
@@ -94,6 +99,21 @@ def describe_model(model: torch.nn.Module) -> ModelFacts:
         config=None if config is None or not hasattr(config, "to_diff_dict") else _to_json(config.to_diff_dict()),
         is_peft=hasattr(inner, "peft_config"),
     )
+
+
+def list_explained(model: torch.nn.Module, dtypes: Mapping[str, str]) -> list[str]:
+    """Return the buffers whose dtype in a checkpoint is not this model's because FSDP1 casts them, and only therefore.
+
+    A load loses nothing by these where the mixed precision is the same: in memory their dtype is, too.
+
+    Args:
+        dtypes: of tensors in the checkpoint, by name.
+    """
+    return [
+        name
+        for name, buffer, cast in _iterate_persistent_buffers(model)
+        if cast is not None and name in dtypes and cast.explains(buffer, dtypes[name])
+    ]
 
 
 Place = tuple[int, str]
@@ -163,11 +183,12 @@ def get_flat_names(model: torch.nn.Module) -> set[str]:
     return {clean_fqn(f"{prefix}{fqn}") for prefix, flat in _iterate_flat_params(model) for fqn in flat._fqns}
 
 
-def _iterate_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, BufferCast | None]]:
+    casts = find_buffer_casts(model)
     for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                yield clean_fqn(_join(module_name, name)), buffer
+                yield clean_fqn(_join(module_name, name)), buffer, casts.get((id(module), name))
 
 
 def unwrap_module(model: Any) -> Any:

@@ -18,7 +18,7 @@ from .errors import (
 )
 from .files import check_files, list_files
 from .formats.scan import scan_checkpoint
-from .live import describe_topology, is_fsdp
+from .live import describe_topology, is_fsdp, list_explained
 from .load_notes import LoadNotes, build_report
 from .load_objects import load_objects
 from .manifest import DIRECTORY, Manifest, find_manifest, has_manifest
@@ -291,6 +291,14 @@ def _note_adaptations(
         )
     if manifest is None:
         return
+    for model, facts in zip(accelerator._models, manifest.models, strict=False):
+        explained = list_explained(model, {tensor.fqn: tensor.dtype for tensor in facts.tensors})
+        if explained:
+            findings.notes.append(
+                f"{len(explained)} buffer(s) have another dtype in the checkpoint than this run would save "
+                f"({explained[0]}): FSDP1's mixed precision casts buffers, and casts them back for units with "
+                "parameters of their own only; they were loaded into the dtype that they have here in memory"
+            )
     was, now = manifest.topology, describe_topology(accelerator)
     if was.fsdp_version not in (None, now.fsdp_version):
         findings.reasons["model"].append(

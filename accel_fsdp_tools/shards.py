@@ -9,6 +9,7 @@ Not collective. Every rank yields the same names in the same order, those of whi
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from .buffers import BufferCast, find_buffer_casts
 from .errors import UnsupportedError
 from .extents import Box, Part, Run, Shape, get_whole
 from .live import Place, find_fsdp2_shards
@@ -47,8 +49,9 @@ class LocalShard:
     """This rank's share of one tensor, or (kind "value") something that is no tensor.
 
     `dtype` has no `torch.`; `shape` is the whole tensor's. `tensor` is a view of the live memory: of the shape of the
-    box, 1-D for a run, and where there are several boxes (strided shards) all of them in one. `parts` is empty where
-    this rank holds nothing. `aliases` are further names of the same tensor (tied parameters). Of an optimizer's
+    box, 1-D for a run, and where there are several boxes (strided shards) all of them in one. Of a buffer that FSDP1
+    casts for state dicts it is a copy, cast so, and `memory` the live one. `parts` is empty where this rank holds
+    nothing. `aliases` are further names of the same tensor (tied parameters). Of an optimizer's
     state, `fqn` is the parameter's name and `state` the state's (`exp_avg`, `step`); None for the model's own.
     """
 
@@ -63,6 +66,14 @@ class LocalShard:
     aliases: tuple[str, ...] = ()
     state: str | None = None
     value: Any = None
+    memory: torch.Tensor | None = field(default=None, repr=False)
+
+    def as_in_memory(self) -> LocalShard:
+        """Return the share with the live memory, also of a buffer that FSDP1 casts for state dicts."""
+        if self.memory is None:
+            return self
+        dtype = str(self.memory.dtype).removeprefix("torch.")
+        return dataclasses.replace(self, tensor=self.memory, dtype=dtype, memory=None)
 
     def iterate_pieces(self) -> Iterator[tuple[Part, torch.Tensor]]:
         """Yield each part with the view of memory that holds it. No copies."""
@@ -97,20 +108,27 @@ def iterate_local_shards(model: torch.nn.Module) -> Iterator[LocalShard]:
     comes once, under its first name; further names (tied parameters) are its `aliases`. Parameters come before
     buffers. A parameter that FSDP was told to ignore is whole.
 
-    Not collective. Peak memory: nothing is copied; the views point into live memory.
+    Not collective. Peak memory: nothing is copied, the views point into live memory; except for buffers that FSDP1's
+    mixed precision has cast, which come as a state dict holds them, one at a time.
 
     Raises:
         UnsupportedError: a tensor's share cannot be told (see the message), or it is on the meta device.
     """
     for held in iterate_held_parameters(model):
         yield held.shard
-    buffers: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    casts = find_buffer_casts(model)
+    buffers: dict[int, tuple[torch.Tensor, BufferCast | None, list[str]]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                buffers.setdefault(id(buffer), (buffer, []))[1].append(clean_fqn(f"{module_name}.{name}"))
-    for buffer, names in buffers.values():
-        yield _describe(names, buffer, "buffer", requires_grad=False)
+                entry = buffers.setdefault(id(buffer), (buffer, casts.get((id(module), name)), []))
+                entry[2].append(clean_fqn(f"{module_name}.{name}"))
+    for buffer, cast, names in buffers.values():
+        shard = _describe(names, buffer, "buffer", requires_grad=False)
+        saved = buffer if cast is None else cast.apply(buffer)
+        if saved is not buffer:
+            shard = dataclasses.replace(_describe(names, saved, "buffer", requires_grad=False), memory=shard.tensor)
+        yield shard
 
 
 def iterate_held_parameters(model: torch.nn.Module) -> Iterator[Held]:

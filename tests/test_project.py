@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {"rank_state", "rank_objects", "survey", "verify", "views", "disk_checks"},
     {"export"},
     {"damage", "holding", "keeping", "latest", "position", "running"},
+    {"buffers"},
     {"live"},
     {
         "assets",
