@@ -135,6 +135,7 @@ def _resume_with_all_faults(root: str, folder: str) -> dict[str, Any]:
                     checkpointer.resume()
                 except _EnoughError as enough:
                     results[kind, fault] = Path(str(enough)).name
+            objects.accelerator.wait_for_everyone()  # the other rank's last heartbeat may be on its way
             run_on_main("removing", lambda target=target: shutil.rmtree(target))
     return results
 
