@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from .errors import CallOrderError, DamagedCheckpointError, RankMismatchError
+from .errors import DamagedCheckpointError, RankMismatchError
 from .export.proof import sum_output
 from .fingerprint import Fingerprint
 from .live_planning import LivePlan
-from .live_writing import Written
+from .live_writing import Written, check_unchanged
 from .rank_sums import Entry, add_up
 from .ranks import gather_all, get_rank, get_world_size, run_on_each
 from .shards import Layout
@@ -28,14 +28,7 @@ def agree_on_expected(
     computed = _add_up(written.outputs, sizes)
     read = _add_up(written.sources, {name: fingerprints[name].num_bytes for name in sorted(plan.checked)})
     for name, found in read.items():
-        if found != fingerprints[name]:
-            raise CallOrderError(
-                f"{name} changed while it was exported (its fingerprint was {fingerprints[name]} and is {found}). Call "
-                "export_model where nothing updates the model: no other thread, no asynchronous update.",
-                fqn=name,
-                expected=str(fingerprints[name]),
-                actual=str(found),
-            )
+        check_unchanged(name, found, fingerprints[name])
     for name, size_bytes in sizes.items():
         if computed[name].num_bytes != size_bytes:
             raise RankMismatchError(

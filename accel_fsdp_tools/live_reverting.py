@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .describing.reverting import build_reference, describe_conversions, revert
-from .errors import CallOrderError, DamagedCheckpointError, RankMismatchError, UnsupportedError
+from .errors import DamagedCheckpointError, RankMismatchError, UnsupportedError
 from .export.planning import Job
 from .export.reverting import RevertedTensor, Reverter
 from .extents import DTYPE_SIZES, Part, Run, Shape, get_whole
 from .files import fsync_file
 from .fingerprint import Fingerprint, combine, fingerprint_bytes, fingerprint_tensor, view_bytes
-from .live_writing import Feed, Written, cut_part, synchronize, write_shards
+from .live_writing import Feed, Written, check_unchanged, cut_part, synchronize, write_shards
 from .ranks import get_control_group, get_rank, get_world_size, naming_missing, run_on_each, run_together
 from .shards import LocalShard
 
@@ -308,14 +308,7 @@ def _add_up(
             read, sent = (
                 combine(each[kind].get((number, name), Fingerprint()) for each in everyone) for kind in (0, 1)
             )
-            if read != fingerprints[name]:
-                raise CallOrderError(
-                    f"{name} changed while it was exported (its fingerprint was {fingerprints[name]} and is {read}). "
-                    "Call export_model where nothing updates the model: no other thread, no asynchronous update.",
-                    fqn=name,
-                    expected=str(fingerprints[name]),
-                    actual=str(read),
-                )
+            check_unchanged(name, read, fingerprints[name])
             expected[number, name] = sent
     return expected
 

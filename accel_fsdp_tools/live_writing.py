@@ -18,7 +18,7 @@ import numpy as np
 
 from .architecture.moves import Move
 from .architecture.outputs import OutputFacts
-from .errors import RankMismatchError
+from .errors import CallOrderError, RankMismatchError
 from .export.casting import cast_block
 from .export.planning import BLOCK_BYTES, Job, get_gather_bytes
 from .export.recipes import push_box
@@ -193,6 +193,22 @@ def synchronize(shards: Sequence[LocalShard]) -> None:
     for device in {shard.tensor.device for shard in shards if shard.tensor is not None}:
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
+
+
+def check_unchanged(name: str, found: Fingerprint, expected: Fingerprint) -> None:
+    """Compare what all ranks have read of a live tensor for an export with what it was when the export began.
+
+    Raises:
+        CallOrderError: it is another.
+    """
+    if found != expected:
+        raise CallOrderError(
+            f"{name} changed while it was exported (its fingerprint was {expected} and is {found}). Call export_model "
+            "where nothing updates the model: no other thread, no asynchronous update.",
+            fqn=name,
+            expected=str(expected),
+            actual=str(found),
+        )
 
 
 class _Block(NamedTuple):

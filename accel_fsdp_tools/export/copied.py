@@ -60,12 +60,14 @@ class CopiedUnit:
     Attributes:
         crc_read, crc_written: of the elements before and after a cast; 0 where nobody wants them.
         num_overflowed: finite values that the cast made infinite.
-        sums: of what was read, where a fingerprint is wanted.
+        summed: what the sums belong to, see `Findings.find_sums`; None where none are wanted.
+        sums: of what was read.
     """
 
     crc_read: int
     crc_written: int
     num_overflowed: int
+    summed: Job | str | None
     sums: Fingerprint
 
 
@@ -130,12 +132,12 @@ class Findings:
         is_needed = self._check_crcs and job.tensor.name not in self.settled
         return is_needed or (is_kept and job.tensor.name not in self.vouched)
 
-    def find_sums(self, unit: CopyUnit) -> tuple[Job | str, int] | None:
-        """Return what the sums of a unit's elements belong to (its own tensor, or a source that it is cut out of) and
-        which element of that is the unit's first; None where nobody wants them."""
+    def find_sums(self, unit: CopyUnit) -> tuple[Job | str | None, int]:
+        """Return what the sums of a unit's elements belong to (its own tensor, or a source that it is cut out of), None
+        where nobody wants them; and which element of that is the unit's first."""
         if unit.job.tensor.name in self.fingerprinted:
             return unit.job, unit.start
-        return None if self._passing is None else self._passing.find(unit)
+        return (None, 0) if self._passing is None else self._passing.find(unit)
 
     def get_sums(self, key: Job | str) -> Fingerprint:
         """Return what was summed up of a tensor, or of a source by its name."""
@@ -144,12 +146,11 @@ class Findings:
     def add_copy(self, unit: CopyUnit, found: CopiedUnit) -> None:
         job = unit.job
         size = DTYPE_SIZES[job.tensor.dtype]
-        summed = self.find_sums(unit)
         with self._lock:
             self._outputs.setdefault(job, _Pieces()).add(unit.start * size, unit.length * size, found.crc_written)
             self._num_overflowed[job] = self._num_overflowed.get(job, 0) + found.num_overflowed
-            if summed is not None:
-                self._sums[summed[0]] = self.get_sums(summed[0]) + found.sums
+            if found.summed is not None:
+                self._sums[found.summed] = self.get_sums(found.summed) + found.sums
             if unit.item is not None and job.tensor.name not in self.settled:
                 start = unit.offset - unit.item.offset
                 length = unit.length * DTYPE_SIZES[job.source.dtype]

@@ -100,10 +100,10 @@ class Copier:
         cast = CASTS.get((source.dtype, tensor.dtype), 0)
         if self._kernel is None or unit.item is None or (is_cast and not cast):
             return None
-        summed = self._findings.find_sums(unit)
+        summed, sum_start = self._findings.find_sums(unit)
         what = 0
         what |= CRC_READ if self._findings.needs_crc(unit.job) else 0
-        what |= SUM_READ if summed else 0
+        what |= SUM_READ if summed is not None else 0
         what |= CRC_WRITTEN if is_cast else 0
         out_size = DTYPE_SIZES[tensor.dtype]
         order = Range(
@@ -112,7 +112,7 @@ class Copier:
             target_offset=unit.job.offset + unit.start * out_size,
             source_offset=unit.offset,
             start=unit.start,
-            sum_start=summed[1] if summed else 0,
+            sum_start=sum_start,
             count=unit.length,
             source_size=DTYPE_SIZES[source.dtype],
             target_size=out_size,
@@ -137,16 +137,18 @@ class Copier:
             self._reader.note(tensor.name, unit.start, unit.length, order.crc_again, again)
         num_bytes = unit.length * DTYPE_SIZES[source.dtype]
         self._meter.add(num_bytes)
-        sums = Fingerprint(order.sums_read.total, order.sums_read.weighted, num_bytes) if summed else Fingerprint()
+        sums = Fingerprint()
+        if summed is not None:
+            sums = Fingerprint(order.sums_read.total, order.sums_read.weighted, num_bytes)
         crc_written = order.crc_written if is_cast else order.crc_read
-        return CopiedUnit(order.crc_read, crc_written, order.num_overflowed, sums)
+        return CopiedUnit(order.crc_read, crc_written, order.num_overflowed, summed, sums)
 
     def _copy_blocks(self, unit: CopyUnit) -> CopiedUnit:
         """Copy a unit block by block, then read all of it again."""
         job = unit.job
         tensor, source = job.tensor, job.source
         size, out_size = DTYPE_SIZES[source.dtype], DTYPE_SIZES[tensor.dtype]
-        summed = self._findings.find_sums(unit)
+        summed, sum_start = self._findings.find_sums(unit)
         has_crc = self._findings.needs_crc(job)
         out_offset = job.offset + unit.start * out_size
         crc_read = crc_written = num_overflowed = 0
@@ -157,8 +159,8 @@ class Copier:
             block = self._get_block(unit, first * size, count * size)
             if has_crc:
                 crc_read = crc32(block, crc_read)
-            if summed:
-                sums += fingerprint_bytes(block, source.dtype, Run(summed[1] + first, count), source.shape)
+            if summed is not None:
+                sums += fingerprint_bytes(block, source.dtype, Run(sum_start + first, count), source.shape)
             if tensor.dtype != source.dtype:
                 from .casting import cast_block  # numpy, which a copy needs not
 
@@ -171,7 +173,9 @@ class Copier:
             self._meter.add(count * size)
         if self._reader is not None:
             self._reader.read(tensor.name, unit.start, unit.length)
-        return CopiedUnit(crc_read, crc_written if tensor.dtype != source.dtype else crc_read, num_overflowed, sums)
+        if tensor.dtype == source.dtype:
+            crc_written = crc_read
+        return CopiedUnit(crc_read, crc_written, num_overflowed, summed, sums)
 
     def _get_block(self, unit: CopyUnit, start: int, length: int) -> memoryview:
         if unit.item is None:

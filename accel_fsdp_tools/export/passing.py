@@ -95,14 +95,14 @@ class PassingSources:
             return None
         return stretches[index]
 
-    def find(self, unit: CopyUnit) -> tuple[str, int] | None:
-        """Return the source that a unit reads, and which of its elements is the unit's first; None: none of these."""
+    def find(self, unit: CopyUnit) -> tuple[str | None, int]:
+        """Return the source that a unit reads (None: none of these), and which of its elements is the unit's first."""
         if unit.item is None:
-            return None
+            return None, 0
         size = unit.length * DTYPE_SIZES[unit.job.source.dtype]
         stretch = self._find(unit.item.path, unit.offset, size)
         if stretch is None or stretch.name not in self.expected:
-            return None
+            return None, 0
         return stretch.name, stretch.start + (unit.offset - stretch.begin) // stretch.element_bytes
 
 
