@@ -16,7 +16,7 @@ from ..errors import AccelFsdpError, DamagedCheckpointError
 from ..extents import DTYPE_SIZES, ByteRange, DiskTensor, Extent, Part, Run, check_coverage, get_whole, is_row_major
 from ..formats.gathering import split_part
 from ..parts import get_span
-from .computed import ComputedTensor, Source
+from .computed import ComputedTensor, Source, list_inputs
 from .outputs import OutputFile, OutputTensor
 
 BLOCK_BYTES = 1 << 20
@@ -102,7 +102,7 @@ def name_tensor(error: AccelFsdpError, name: str) -> AccelFsdpError:
 
 
 def _check_coverage(tensor: OutputTensor) -> None:
-    for source in (tensor.source,) if isinstance(tensor.source, DiskTensor) else tensor.source.inputs:
+    for source in list_inputs([tensor.source]):
         _check_source(tensor, source)
 
 

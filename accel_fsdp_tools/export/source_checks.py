@@ -7,7 +7,7 @@ from ..errors import DamagedCheckpointError
 from ..extents import DTYPE_SIZES, ByteRange, DiskTensor
 from ..fingerprint import Fingerprint
 from ..formats.reading import FileCache, compute_crc32
-from .computed import Source
+from .computed import Source, list_inputs
 from .planning import find_start
 
 
@@ -53,9 +53,8 @@ def check_stored(name: str, source: Source) -> None:
     Raises:
         DamagedCheckpointError: an item has another CRC; CheckpointIncompleteError: a file is missing.
     """
-    inputs = (source,) if isinstance(source, DiskTensor) else source.inputs
     with FileCache() as files:
-        for item in dict.fromkeys(extent.bytes for each in inputs for extent in each.extents):
+        for item in dict.fromkeys(extent.bytes for each in list_inputs([source]) for extent in each.extents):
             actual = item.crc32 if item.crc32 is None else compute_crc32(item, files=files)
             if actual != item.crc32:
                 raise describe_damage(name, item, actual)
